@@ -511,7 +511,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (nested(mask_token_id=41), "mask_token_id 41 is not one of the target's 41 tokens"),
     (nested(mask_token_id="<mask>"), "mask_token_id '<mask>' is not one of the target's 41 tokens"),
     ({"mask_token_id": 6}, "dflash_config.mask_token_id is 5 but mask_token_id is 6: delete the one that is wrong"),
-    ({"num_target_layers": 36}, "is for a target with 36 layers, not 9: another model's"),
+    ({"num_target_layers": 36}, "is for a target with 36 layers, not 9: it belongs to another model"),
     (nested(target_layer_ids=[1, 3, 8]), "reads the target's layers 2, 4, 9, but the target has only 9"),
     (nested(target_layer_ids=[-2, 3, 6]), "none negative"),
     (nested(target_layer_ids="all"), "dflash_config.target_layer_ids must be a list of layer numbers, not 'all'"),
@@ -521,7 +521,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
         "target_layer_ids means the inputs of 2, 4, 7 but aux_hidden_state_layer_ids means the inputs of 1, 3, 6",
     ),
     ({"hidden_size": None}, "hidden_size must be a positive whole number, not None"),
-    ({"vocab_size": 99}, "for a target with a vocabulary of 99, not 41: another model's"),
+    ({"vocab_size": 99}, "for a target with a vocabulary of 99, not 41: it belongs to another model"),
     ({"target_hidden_size": 32}, "needs an embedding of its own: the target's is 32 wide"),
     ({"num_hidden_layers": 3}, "must say full_attention or sliding_attention for each of 3 layers"),
     ({"num_hidden_layers": None}, "num_hidden_layers must be a positive whole number, not None"),
@@ -663,7 +663,7 @@ def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path: Path)
     [
         ({"vocab_size": 42}, "a vocabulary of 41, not 42"),
         ({"hidden_size": 64}, "hidden states of 16, not 64"),
-        ({"num_hidden_layers": 4}, "is for a target with 9 layers, not 4: another model's"),
+        ({"num_hidden_layers": 4}, "is for a target with 9 layers, not 4: it belongs to another model"),
     ],
 )
 def test_another_models_head_is_refused(changes: dict[str, int], message: str, tmp_path: Path) -> None:
@@ -739,7 +739,7 @@ def test_load_check_of_neither_kind_names_the_known(
     published.write(tmp_path)
     assert load_check(monkeypatch, str(tmp_path)) == 2
     err = capsys.readouterr().err
-    assert "architecture BertModel is neither a draft head's, of which LlamaForCausalLM, " in err
+    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in err
     assert "DFlashDraftModel" in err
 
 

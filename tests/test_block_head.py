@@ -259,7 +259,7 @@ def test_the_usual_layers_are_evenly_spread() -> None:
     assert default_target_layers(36, 5) == (2, 10, 18, 26, 34)
     assert default_target_layers(30, 5) == (2, 9, 15, 21, 28)
     assert default_target_layers(30, 1) == (16,)
-    with pytest.raises(GraftError, match="a target of 3 layers has no usual ones to read: name the layers"):
+    with pytest.raises(GraftError, match="a target of 3 layers has no default layers to read: name them"):
         default_target_layers(3, 2)
 
 
@@ -292,7 +292,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"markov": "plain", "markov_rank": 3}, "markov_head_type 'plain' is not one of vanilla, gated, rnn"),
     ({"markov": "vanilla"}, "markov_rank must be a positive whole number, not 0"),
     ({"confidence": True, "confidence_with_markov": True}, "needs a Markov head, but markov_rank is 0"),
-    ({"markov": "rnn", "markov_rank": 2, "conditional": True}, "exclude each other: choose one"),
+    ({"markov": "rnn", "markov_rank": 2, "conditional": True}, "a head is Markov or conditional, not both"),
     ({"num_target_layers": 0}, "num_target_layers must be a positive whole number, not 0"),
 ]
 

@@ -642,7 +642,7 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
     assert "1 steps of 2 planned" in (tmp_path / "b" / "README.md").read_text()
     assert graft("train", *again).status == 0
     wrong = graft("train", *model, "--answers", str(answers), "--out", str(tmp_path / "c"), "--kind", "dflash")
-    assert wrong.status == 2 and "no usual ones to read: name the layers" in wrong.err
+    assert wrong.status == 2 and "no default layers to read: name them" in wrong.err
     other = [*model, "--answers", str(answers), "--out", str(tmp_path / "c"), "--kind", "dflash", *SMALL]
     wrong = graft("train", *other, "--causal", "--start-from", str(tmp_path / "a"))
     assert wrong.status == 2 and "its causal is (False,), not (True,)" in wrong.err

@@ -24,7 +24,8 @@ from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.block.fused_head import why_not
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)
@@ -106,7 +107,7 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         text.levels(state, [11, 11])
         roots = text.round(cache, state, [11, 11])
         others, joining = text.open([7, 8, 9, 10], PROMPT)
-        state, cache = state.joining(joining), cache.with_rows(cache.rows + others.rows)
+        state, cache = state.concat(joining), cache.with_rows(cache.rows + others.rows)
         roots = [*roots, 10, 11]
         levels = text.levels(state, roots)
         roots = text.round(cache, state, roots)
@@ -119,7 +120,7 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         levels += text.levels(state, roots)
         assert torch.equal(levels[-1].tokens[0], levels[-1].tokens[3])
         text.target.pool.release(cache.rows[1])
-        state, cache = state.keeping([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
+        state, cache = state.select([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
         roots = text.round(cache, state, [roots[0], roots[2], roots[3]])
         found.append((levels + text.levels(state, roots), state.lengths))
     assert_alike(found[0][0], found[1][0])

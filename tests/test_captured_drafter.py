@@ -22,7 +22,8 @@ from graft.spec_decode.cost_model import SecondsByRows, time_pass
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
@@ -136,7 +137,7 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         text.levels(state)
         roots = text.round(cache, state, [11, 11])
         others, joining = text.open([7, 8, 9, 10], PROMPT)
-        state, cache = state.joining(joining), cache.with_rows(cache.rows + others.rows)
+        state, cache = state.concat(joining), cache.with_rows(cache.rows + others.rows)
         levels = text.levels(state)
         roots = text.round(cache, state, [*roots, 10, 11])
         # The last row goes on from the first; the second leaves.
@@ -147,7 +148,7 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         levels += text.levels(state)
         assert torch.equal(levels[-1].tokens[0], levels[-1].tokens[3])
         text.target.pool.release(cache.rows[1])
-        state, cache = state.keeping([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
+        state, cache = state.select([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
         levels += text.levels(state)
         roots = text.round(cache, state, [roots[0], roots[2], roots[0]])
         found.append((levels + text.levels(state), state.lengths))
@@ -207,7 +208,7 @@ def test_many_rows_have_fewer_beams(plain, model):
     assert_alike(levels, few.levels(few.open(*prompts)[1], 3))
     many.round(cache, state, [prompt[-1] for prompt in prompts], ahead=True)
     assert many.drafter.num_prefetched(state) == 3
-    state = state.keeping([0, 16])  # all beams again, and what was drafted for others is not used
+    state = state.select([0, 16])  # all beams again, and what was drafted for others is not used
     assert many.drafter.num_prefetched(state) == 0
     assert [level.tokens.shape for level in many.levels(state, 2, keep=20)] == [(2, 10), (2, 20)]
 
@@ -255,7 +256,7 @@ def test_batches_that_take_turns_draft_as_alone(plain, model):
     text = Text(model, SmallDrafter)
     (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
     expected = [text.levels(state) for state in (first, second)]
-    passes = [text.drafter.levels(state.keeping(range(len(state.rows))), torch.zeros(1)) for state in (first, second)]
+    passes = [text.drafter.levels(state.select(range(len(state.rows))), torch.zeros(1)) for state in (first, second)]
     taken = [[next(levels) for levels in passes] for _ in range(4)]
     for number in (0, 1):
         assert_alike([levels[number] for levels in taken], expected[number])

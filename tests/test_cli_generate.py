@@ -229,11 +229,11 @@ def test_block_head_drafts_the_same_text(block_head: Callable[..., str], graft_t
     [
         ({"dflash_config.block_size": 9}, {}, "dflash_config.block_size is 9 but block_size is 5: delete the one that"),
         ({"block_size": 1}, {}, "a block of one slot has the root only: block_size must be at least 2"),
-        ({"num_target_layers": 36}, {}, "is for a target with 36 layers, not 3: another model's"),
+        ({"num_target_layers": 36}, {}, "is for a target with 36 layers, not 3: it belongs to another model"),
         (
             {"target_layer_ids": [7], "eagle_aux_hidden_state_layer_ids": [8]},
             {},
-            "reads the target's layers 8, but the target has only 3: another model's",
+            "reads the target's layers 8, but the target has only 3: it belongs to another model",
         ),
         ({"mask_token_id": BYTE_VOCAB}, {}, "mask_token_id 259 is not one of the target's 259 tokens"),
         ({"mask_token_id": 7}, {"own_mask": True}, "mask_embedding.pt is for mask token 4, but config.json has 7"),
@@ -242,7 +242,7 @@ def test_block_head_drafts_the_same_text(block_head: Callable[..., str], graft_t
         (
             {"vocab_size": 300, "draft_vocab_size": 300},
             {},
-            "is for a target with a vocabulary of 300, not 259: another model's",
+            "is for a target with a vocabulary of 300, not 259: it belongs to another model",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

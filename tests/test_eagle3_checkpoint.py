@@ -317,7 +317,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral' is not one of"),
     ({"rope_scaling": {"type": "yarn"}}, "are not usable"),
     ({"draft_vocab_size": 62}, r"the draft vocabulary \(62\) is larger than the target's \(61\)"),
-    ({"vocab_size": 99}, "for a target with a vocabulary of 99, not 61: another model's"),
+    ({"vocab_size": 99}, "for a target with a vocabulary of 99, not 61: it belongs to another model"),
     ({"target_hidden_size": 64}, "needs an embedding of its own"),
     (
         {"intermediate_size": 41},

@@ -260,14 +260,14 @@ def test_layers_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
 
     monkeypatch.setattr(kind, "forward", hand_on)
     message = refusal(model, "early-exit:1")
-    assert message.startswith("LlamaForCausalLM cannot be cut behind layer 1: its later layers need more than hidden")
+    assert message.startswith("LlamaForCausalLM cannot be cut after layer 1: its later layers need more than hidden")
     monkeypatch.setattr(kind, "forward", lambda layer, *args, **kwargs: (forward(layer, *args, **kwargs),))
-    assert refusal(model, "early-exit:1").startswith("LlamaForCausalLM cannot be cut behind layer 1")
+    assert refusal(model, "early-exit:1").startswith("LlamaForCausalLM cannot be cut after layer 1")
 
 
 def test_another_models_drafter_is_refused(model):
     engine = Engine(model, policy="dense", drafter=EarlyExitDrafter(tiny_model(seed=1), 1, TREE))
-    with pytest.raises(GraftError, match="drafts for its own model alone"):
+    with pytest.raises(GraftError, match="works with its own model only"):
         engine.generate(PROMPT, max_new_tokens=4)
 
 

@@ -467,7 +467,7 @@ def test_text_beyond_the_draft_models_context_is_decoded_without_drafts(byte_lev
 
 def test_plain_rounds_between_are_read_later(twins, monkeypatch):
     model, tokenizer, drafter, _ = twins
-    monkeypatch.setattr(small_model, "MAX_WAITING", 5)
+    monkeypatch.setattr(small_model, "MAX_PENDING", 5)
     dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
     batch = dense.open(dense.new_sequences(dense.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
     prefill(dense, batch)
@@ -528,7 +528,7 @@ def test_a_model_in_memory_with_its_tokenizer_is_a_drafter(byte_level, metaspace
     assert isinstance(engine.drafter, OtherTokenizerDrafter)
     same = load(model, tokenizer=byte_level, draft=model, draft_tokenizer=byte_level, profile=None)
     assert type(same.drafter) is SmallModelDrafter
-    assert "there are no tokenizers to tell" in refusal(model, draft, tokenizer=byte_level)
+    assert "without tokenizers they cannot be compared" in refusal(model, draft, tokenizer=byte_level)
 
 
 @pytest.mark.filterwarnings("ignore:.*has more parameters than the target")
@@ -537,9 +537,9 @@ def test_a_tokenizer_that_changes_text_is_refused(byte_level, metaspace):
     lower.backend_tokenizer.normalizer = Lowercase()
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=lower)
-    assert "the tokenizer of the draft model does not give text back" in message and "hello, world" in message
+    assert "the tokenizer of the draft model does not restore text" in message and "hello, world" in message
     message = refusal(draft, model, tokenizer=lower, draft_tokenizer=byte_level)
-    assert "the tokenizer of the target does not give text back" in message
+    assert "the tokenizer of the target does not restore text" in message
 
 
 def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level, metaspace):
@@ -555,7 +555,7 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level,
 def test_a_context_in_which_nothing_can_be_drafted_is_refused(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1, max_position_embeddings=90)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=metaspace)
-    assert "the draft model's context leaves room for 9 tokens of text beside 81 that are drafted" in message
+    assert "the draft model's context leaves room for 9 tokens of text besides 81 drafted ones" in message
 
 
 def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspace):
@@ -608,7 +608,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
     expected = graft(*words, "--policy", "off").out
     found = {name: graft(*words, "--policy", "dense", "--draft", draft) for name, draft in named.items()}
     for name, start, words_of_it in (
-        ("changes", "error: ", "does not give text back"),
+        ("changes", "error: ", "does not restore text"),
         ("nothing", "error: ", "config.json is missing: give the folder of a draft head or a model"),
         ("short", "warning: ", "is 512 tokens and the target's is 1,024: behind that it does not draft"),
         ("large", "warning: ", "has more parameters than the target"),

@@ -299,7 +299,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 50, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(PagePool, "open_with_prefix"), (Sampler, "joining"), (EagerState, "joining")])
+@pytest.mark.parametrize("part", [(PagePool, "open_with_prefix"), (Sampler, "concat"), (EagerState, "concat")])
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -319,7 +319,7 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
     "part",
     [
         (Sampler, "keeping"),
-        (EagerState, "keeping"),
+        (EagerState, "select"),
         (PagePool, "keep"),
         (PagePool, "release"),
         (Policy, "finish"),

@@ -156,7 +156,7 @@ def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_roo
     for _ in range(4):
         dense.run_round(batch, Clock())
     dense.policy.grow = grow
-    assert batch.draft.lengths == [len(PROMPT) - 1] and len(batch.draft.rows[0].waiting) == 4
+    assert batch.draft.lengths == [len(PROMPT) - 1] and len(batch.draft.rows[0].pending) == 4
     batch.join(prefilled(dense, PROMPTS[2]))
     for sequence, tree in zip(batch.sequences, drafted(drafter, batch), strict=True):
         assert_is_what_the_model_says(other, sequence.ids, tree)
@@ -166,13 +166,13 @@ def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_roo
 
 
 def test_much_that_waits_is_read_without_a_draft(model, other, monkeypatch):
-    monkeypatch.setattr(small_model, "MAX_WAITING", 3)
+    monkeypatch.setattr(small_model, "MAX_PENDING", 3)
     engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
     batch = prefilled(engine, PROMPT)
     engine.policy.grow = Engine(model, policy="off").policy.grow
     for _ in range(5):
         engine.run_round(batch, Clock())
-    assert batch.draft.lengths == [len(PROMPT) - 1 + 4] and len(batch.draft.rows[0].waiting) == 1
+    assert batch.draft.lengths == [len(PROMPT) - 1 + 4] and len(batch.draft.rows[0].pending) == 1
 
 
 def test_several_answers_share_what_the_draft_model_has_read(model):
@@ -311,8 +311,8 @@ def test_vocabularies_of_other_sizes_need_their_tokenizers(folders, model):
 
 def test_a_model_without_a_causal_head_is_refused(folders):
     message = refusal(str(folders / "target"), str(folders / "headless"))
-    assert "architecture LlamaModel is neither a draft head's" in message
-    assert "nor that of a model that predicts the next token" in message
+    assert "architecture LlamaModel is neither a known draft head" in message
+    assert "nor a causal language model" in message
 
 
 def test_what_is_neither_head_nor_model_is_refused(folders, tmp_path):

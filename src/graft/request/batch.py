@@ -48,7 +48,7 @@ class Batch:
     def join(self, other: Batch) -> None:
         """Append the rows of another batch that the same engine opened."""
         chooser = self.chooser.concat(other.chooser)
-        draft = self.draft.joining(other.draft) if self.draft is not None else None
+        draft = self.draft.concat(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
@@ -58,7 +58,7 @@ class Batch:
         stay = set(rows)
         kept = sorted(stay)
         chooser = self.chooser.select(kept)
-        draft = self.draft.keeping(kept) if self.draft is not None else None
+        draft = self.draft.select(kept) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in kept])
         gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]
         sequences = [self.sequences[row] for row in kept]

@@ -250,7 +250,7 @@ def time_pass(drafter: Drafter, target: TargetRunner) -> float:
     try:
         state = drafter.open(cache)
         for _ in range(3):
-            state = state.keeping([0])  # forgets the drafts, so that they are made again
+            state = state.select([0])  # forgets the drafts, so that they are made again
             passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # without passes made ahead
             if drafter.max_passes > 1:  # the first expands no beams yet, so the others cost more
                 float(next(passes)[-1].probabilities[0, 0])  # waits for the device

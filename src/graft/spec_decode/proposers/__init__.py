@@ -1,4 +1,4 @@
-"""Proposers: retrievers, which find candidate tokens without a draft pass, and drafters, which run a draft model."""
+"""Proposers: retrievers find candidate tokens without a model, drafters run a draft model."""
 
 from graft.spec_decode.proposers.base import Retriever, TargetTopK
 from graft.spec_decode.proposers.datastore import DatastoreLookup

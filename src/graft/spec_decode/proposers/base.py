@@ -1,7 +1,4 @@
-"""The retriever contract: propose candidates for the round, then learn from the target's output.
-
-A new retriever is a new file.
-"""
+"""The retriever contract: propose candidates for a round, then learn from the target's output."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class History(Protocol):
-    """A sequence as retrievers see it: its tokens so far, the root last. They keep weak references to it only."""
+    """A sequence as retrievers see it. Its last token is the root. Retrievers keep only weak references to it."""
 
     ids: list[int]
-    number: int  # unique among all texts, ever
-    owner: int | None  # where texts are isolated, one owner's still learn from each other; None: nobody's
-    group: int | None  # answers to one prompt that one request asked for are a group; None: it is the only one
+    number: int  # unique among all texts
+    owner: int | None  # isolated texts of one owner learn from each other; None: no owner
+    group: int | None  # common to several answers to one request; None: a single answer
     num_prompt_tokens: int
 
     def __hash__(self) -> int: ...
@@ -36,17 +33,17 @@ class TargetTopK:
 
     tokens: Tensor  # [B, W]
     parents: Tensor  # [B, W]
-    sources: Tensor  # [B, W]; only whether it is PADDING matters
-    successors: Tensor  # [B, W, k] int32, likeliest first; the rows may be slices of longer ones
+    sources: Tensor  # [B, W]; used only to tell PADDING
+    successors: Tensor  # [B, W, k] int32, likeliest first; rows may be slices
     logits: Tensor  # [B, W, k] float32, of the successors
     before: Sequence[int]  # [B] the token before each root
     earlier: Sequence[int]  # [B] the token before that
-    salts: Sequence[int]  # [B] whose text each row is, or 0: what is learned under one salt is not found under another
-    is_text: bool = False  # whether it is a chunk, whose later tokens are more recent; a tree's are less likely
+    salts: Sequence[int]  # [B] of the owner or text, 0 for all: entries are found under their own salt only
+    is_text: bool = False  # a chunk, where later tokens count more; in a tree they count less
 
     @classmethod
     def of_chunk(cls, verified: VerifyOutput, preceding: Sequence[int], salt: int = 0) -> TargetTopK:
-        """Of a prefilled chunk of one prompt. preceding: the tokens before it, at least two where there are as many."""
+        """Of a prefilled chunk of one prompt. preceding: the tokens before it, of which the last two are used."""
         chain = DraftTree.chain(verified.tokens)
         columns = (chain.tokens, chain.parents, chain.sources, *verified.likeliest())
         return cls(*columns, *before_roots([[*preceding, NO_TOKEN]]), salts=[salt], is_text=True)
@@ -55,51 +52,46 @@ class TargetTopK:
     def of_trees(
         cls, verified: VerifyOutput, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Sequence[int]
     ) -> TargetTopK:
-        """Of every node of verified trees. histories: the texts, whose last tokens are the roots."""
+        """Of verified trees. histories: the texts, whose last tokens are the roots."""
         columns = (tree.tokens, tree.parents, tree.sources, *verified.likeliest())
         return cls(*columns, *before_roots(histories), salts=salts)
 
 
 class Learner(Protocol):
-    """A store that learns from the target's output; a retriever is one that proposes as well."""
+    """A store that learns from the target's output."""
 
-    names: tuple[str, ...]  # of its sources, which it numbers from 0
-    common: tuple[str, ...]  # those of them that may propose other owners' text
+    names: tuple[str, ...]  # of its sources, numbered from 0
+    common: tuple[str, ...]  # sources that may propose other owners' text
 
     def learn(self, top_k: TargetTopK) -> None:
-        """Learns from a prefilled chunk or from verified trees, whether or not their nodes were accepted."""
-        ...
+        """Learn from a prefilled chunk or from verified trees, whether or not their nodes were accepted."""
 
     def finish(self, history: History) -> None:
-        """Learns from a finished text."""
-        ...
+        """Learn from a finished text."""
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what was learned, by names that begin with its sources': "adjacency/rows"."""
-        ...
+        """A copy of what was learned. Names begin with the source: "adjacency/rows"."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces what was learned by its part of what `state` once gave; what is missing there starts anew."""
-        ...
+        """Replace what was learned by the output of `state`; sources that are missing there start empty."""
 
 
 class Retriever(Learner, Protocol):
-    """A proposer that runs no model: it adds candidates of one or several sources."""
+    """A proposer that runs no model."""
 
-    prior: Tensor  # [sources, buckets] P(accepted | parent accepted) of each score bucket before any is observed
+    prior: Tensor  # [sources, buckets] P(accepted | parent accepted) before any observation
 
     def propose(
-        self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
+        self, candidates: Candidates, histories: Sequence[History], first: int, acceptance_probs: Tensor, max_depth: int
     ) -> None:
-        """Adds its proposals to the candidates, at most `max_depth` deep.
+        """Add candidates, at most `max_depth` deep.
 
-        first: the number of its source 0 among all sources. chances: `Calibration.acceptance_probs`.
+        first: the number of its source 0 among all sources. acceptance_probs: `Calibration.acceptance_probs`.
         """
-        ...
 
 
 def salt_of(history: History, isolated: bool) -> int:
-    """The salt of a text's entries in the tables: 0 for those of all, else its owner's number or its own."""
+    """The salt of a text's table entries: 0 if all texts share them, else its owner or its own number."""
     if not isolated:
         return 0
     return history.number if history.owner is None else history.owner

@@ -1,10 +1,10 @@
-"""What drafters share whose passes are CUDA graphs: static inputs, rows, entries, accepted paths, drafting ahead.
+"""Base of the drafters whose passes are CUDA graphs.
 
-Entries of all rows lie one behind the other, as tokens do in a step of the target. They enter the head's KV store by
-graphs that read the target's hidden states (`read`, `ahead`) or features that wait (`gather`, then `refresh`). Then the
-passes of a round follow, which are the drafter's own, and what each brings is sent to the host while the device goes
-on. Mostly the device finds the accepted paths by itself and drafts ahead, so that it works on the next trees before the
-host knows the outcome of the last. Without a GPU the same code runs, and calls what would be replayed.
+Entries of all rows are flat, as tokens are in a step of the target. Graphs write them to the head's KV store, either
+from the target's hidden states (`read`, `ahead`) or from pending features (`gather`, then `refresh`). The passes of a
+round follow, which are the subclass's own. Each pass's result is sent to the host while the device works on. Mostly the
+device finds the accepted paths by itself and drafts ahead, before the host knows what was accepted. Without a GPU the
+same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -22,22 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput
-from graft.model.captures import (
-    CONTEXTS,
-    Captures,
-    Run,
-    context_for,
-    first_line,
-    is_out_of_memory,
-    on_device,
-)
+from graft.model import KVCache, NoRoomError, PagePool, TargetRunner, VerifyOutput
+from graft.model.captures import CONTEXTS, Captures, Run, context_for, first_line, is_out_of_memory, on_device
 from graft.model.kernels import walk as walk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
-from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
 from graft.model.verified import Step
 from graft.progress import Report
+from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
 from graft.spec_decode.proposers.draft_buffers import (
     CHUNKS,
     ENTRIES,
@@ -51,77 +42,32 @@ from graft.spec_decode.proposers.draft_buffers import (
     padded,
     ragged,
 )
-from graft.spec_decode.proposers.draft_head import DraftHead
 from graft.spec_decode.proposers.eager import EagerDrafter, R
 from graft.tree.tree import DraftTree
 
-_SMALL_TREE = 64  # tokens: for smaller ones no kernel is compiled
+_SMALL_TREE = 64  # tokens: smaller trees use the same kernel
 _READERS = ("read", "ahead", "gather")  # graphs that read the target's hidden states
-
 
 B = TypeVar("B", bound=DraftBuffers)
 
 
-@dataclass(eq=False)
-class CapturedRow:
-    """What the drafter keeps of one row; the features of entries that wait are on the device."""
-
-    row: Row
-    length: int  # entries in the head's KV store
-    root: int = 0  # the last token of the text
-    following: list[int] = field(default_factory=list)  # of entries that are yet to be run, the token after each
-
-
-@dataclass(eq=False)
-class CapturedState:
-    """Draft state of one batch."""
-
-    drafter: CapturedDrafter[Any, Any]
-    pool: PagePool
-    rows: list[CapturedRow]
-    kept: int | None = None  # how many nodes of a level were asked for last
-    num_prefetched: int = 0  # passes of the coming round that are made or being made
-    num_taken: int = 0  # passes of the last round that were asked for
-    num_drafted_ahead: int = 0  # most accepted tokens of a row for which the drafts ahead are valid; 0: none
-    is_gathered: bool = False  # whether the features of the step under way, of a root a row, wait already
-    shape: Any = None  # of the passes that were asked for last
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.length for row in self.rows]
-
-    def keeping(self, rows: Sequence[int]) -> CapturedState:
-        return self._with_rows([self.rows[row] for row in rows])
-
-    def joining(self, other: CapturedState) -> CapturedState:
-        return self._with_rows(self.rows + other.rows)
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        own = self.rows[source]
-        self.drafter.copy_line(self.pool, own.row.block_table_row, row.block_table_row)
-        self.rows[target] = replace(own, row=row, following=list(own.following))
-        self.num_prefetched = self.num_drafted_ahead = 0
-
-    def _with_rows(self, rows: list[CapturedRow]) -> CapturedState:
-        """A state of other rows, for which nothing is drafted yet."""
-        return replace(self, rows=rows, num_prefetched=0, num_drafted_ahead=0, is_gathered=False, shape=None)
-
-
 class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
-    """Base of the drafters by CUDA graphs, before the eager drafter of the same head, which drafts where nothing can be
-    captured. Drafts the next round's first passes ahead if the last round used any."""
+    """Drafts by CUDA graphs. Drafts the next round's first passes ahead if the last round used any.
+
+    A subclass also inherits from the eager drafter of its head, which takes over if nothing can be captured.
+    """
 
     contexts: tuple[int, ...] = CONTEXTS
-    max_ahead = 16  # accepted tokens of a row that the device can process by itself in a round
+    max_ahead = 16  # most accepted tokens of a row that the device can process by itself
 
     def __init__(self, head: Any, settings: Any = None) -> None:
-        """head: one for which `why_not` is None."""
-        super().__init__(head, settings)  # type: ignore[call-arg]  # of the eager drafter, which comes next
+        """head: one for which `capturable.why_not` is None."""
+        super().__init__(head, settings)  # type: ignore[call-arg]  # the eager drafter's
         self._captures = Captures(self.device)
         self._buffers: weakref.WeakKeyDictionary[PagePool, B] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of buffers
 
-    # What a kind of head does in its own way
+    # What subclasses define
 
     @abstractmethod
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> B:
@@ -129,27 +75,27 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
 
     @abstractmethod
     def _enter(self, buffers: B, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
-        """Runs the head on entries with the target's features [E, taps * H_t], before tokens [E]; within a graph."""
+        """Run the head on entries with the target's features [E, taps * H_t], before tokens [E]; within a graph."""
 
     @abstractmethod
     def _shape_of(self, num_rows: int, keep: int | None) -> Any:
-        """What the passes of so many rows look like, in the keys of their graphs."""
+        """The shape of a round's passes, a part of their graphs' keys."""
 
     @abstractmethod
     def _num_slots(self, shape: Any) -> int:
-        """Slots that a round's passes write behind a row's entries."""
+        """Slots that a round's passes write after a row's entries."""
 
     @abstractmethod
     def _num_ahead(self, state: CapturedState) -> int:
-        """How many passes to make ahead."""
+        """How many passes to launch ahead."""
 
     @abstractmethod
     def _replay_pass(self, buffers: B, shape: Any, number: int, context: int) -> None:
-        """Makes one pass of a round, which begins with number 0."""
+        """Launch a pass of a round; number: from 0."""
 
     @abstractmethod
     def _send(self, buffers: B, shape: Any, number: int) -> None:
-        """Starts to send what a pass has brought to the host."""
+        """Start to send a pass's result to the host."""
 
     # The drafter contract
 
@@ -162,17 +108,17 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         if captures.failure is not None:
             return super().open(cache)
         with captures.lock, cache.pool.lock:
-            self.share(cache.pool)
-            # A row whose beginning was known to others has their entries.
+            self.store_for(cache.pool)
+            # Entries of a prefix from the prefix cache are in the shared pages.
             state = CapturedState(self, cache.pool, [CapturedRow(row, row.length) for row in cache.rows])
             buffers = self._buffers_of(cache.pool)
-            for row in cache.rows:  # who had the line before is nothing to a text without a prompt to read
-                for kept in buffers.by_line:
+            for row in cache.rows:  # clear what the row's previous owner left
+                for kept in buffers.by_table_row:
                     kept[row.block_table_row].zero_()
             if captures.num_captured == 0:
                 try:
                     self._try(state)
-                except Exception as error:  # whatever a compiler or a driver may raise
+                except Exception as error:  # compilers and drivers raise anything
                     if is_out_of_memory(error):
                         raise
                     captures.failure = first_line(error)
@@ -182,10 +128,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                     return super().open(cache)
         return state
 
-    def copy_line(self, pool: PagePool, source: int, target: int) -> None:
-        """Copies what is kept on the device for one line to another."""
+    def copy_table_row(self, pool: PagePool, source: int, target: int) -> None:
+        """Copy what the device keeps for one row of the block tables to another."""
         with self._captures.lock, pool.lock:
-            for kept in self._buffers_of(pool).by_line:
+            for kept in self._buffers_of(pool).by_table_row:
                 kept[target] = kept[source]
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
@@ -210,8 +156,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             return None
         if state.is_gathered:
             state.is_gathered = False
-            for row, new in zip(state.rows, tokens, strict=True):
-                row.following.extend(new)
+            _append(state.rows, tokens)
             return None
         num_ahead = self._num_ahead(state) if state.num_taken else 0
         state.num_prefetched = state.num_taken = 0
@@ -220,18 +165,17 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             if num_ahead and not self._has_room(state, num_new):
                 num_ahead = 0
             if max(num_new) > PENDING:
-                self._enter_waiting(state)
+                self._enter_pending(state)
             sources = _sources(verified, nodes, tokens)
-            is_waiting = any(row.following for row in state.rows)
-            if not is_waiting and (num_ahead or max(num_new) > PENDING):
+            has_pending = any(row.following for row in state.rows)
+            if not has_pending and (num_ahead or max(num_new) > PENDING):
                 numbers = self._claim(state).round
                 self._read(state.pool, numbers, state.rows, verified, tokens, sources, ENTRIES, PENDING)
             else:
                 self._gather(state, verified, list(map(len, tokens)), sources)
-                for row, new in zip(state.rows, tokens, strict=True):
-                    row.following.extend(new)
+                _append(state.rows, tokens)
                 if num_ahead:
-                    self._enter_waiting(state)
+                    self._enter_pending(state)
             self._make_passes(state, num_ahead)
         return None
 
@@ -241,16 +185,16 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
         if not isinstance(state, CapturedState):
             return
-        state.num_taken = 0  # `learn` makes no pass ahead either
+        state.num_taken = 0  # so `learn` makes no pass ahead either
         self._gather_ahead(state, verified)
 
     def _gather_ahead(self, state: CapturedState, verified: VerifyOutput) -> None:
-        """Keeps the features of the token that every row of a plain step accepts."""
+        """Keep the features of a plain step: every row accepts its root alone."""
         if verified.step is None or verified.tokens.shape[1] > 1:
-            return  # which nodes are accepted is not known yet
+            return  # a tree: accepted nodes are not known yet
         with self._captures.lock, state.pool.lock:
             if max(len(row.following) for row in state.rows) == PENDING:
-                self._enter_waiting(state)
+                self._enter_pending(state)
             self._gather(state, verified, [1] * len(state.rows), verified.index.tolist())
             state.num_prefetched = state.num_taken = 0
             state.is_gathered = True
@@ -282,23 +226,23 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     # The parts of a round
 
     def _begin(self, state: CapturedState, keep: int | None, count: int) -> None:
-        """Starts the first `count` passes, as far as they were not made ahead."""
+        """Launch those of the first `count` passes that were not launched ahead."""
         if keep != state.kept:
             state.kept, state.shape, state.num_prefetched = keep, None, 0
         if self._num_made(state) == 0:
             state.num_prefetched = 0
             self._make_room(state, [len(row.following) for row in state.rows])
-            self._enter_waiting(state)
+            self._enter_pending(state)
         self._make_passes(state, count)
 
     def _num_made(self, state: CapturedState) -> int:
-        """Passes of the coming round that are made: none if others have used the buffers since."""
+        """Launched passes of the coming round; 0 if another state has used the buffers since."""
         buffers = self._buffers.get(state.pool)
         is_own = buffers is not None and buffers.owner() is state and buffers.num_resized == state.pool.num_resized
         return state.num_prefetched if is_own else 0
 
     def _make_room(self, state: CapturedState, num_new: Sequence[int]) -> None:
-        """Pages for new entries of each row, and for what is drafted behind them."""
+        """Allocate pages for new entries of each row and for the drafts after them."""
         drafted = self._num_slots(self._shape(state))
         most = state.pool.max_slots
         for row, count in zip(state.rows, num_new, strict=True):
@@ -306,7 +250,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             state.pool.ensure(row.row, needed if most is None else min(needed, most))
 
     def _has_room(self, state: CapturedState, num_new: Sequence[int]) -> bool:
-        """Makes room for drafting ahead. Where there is none, nothing is lost: whoever asks for levels will see."""
+        """Make room for drafting ahead. Without room nothing is lost: `_begin` raises if it is still missing."""
         try:
             self._make_room(state, num_new)
         except NoRoomError:
@@ -314,7 +258,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return True
 
     def _make_passes(self, state: CapturedState, count: int) -> None:
-        """Launches the first `count` passes that are not launched yet; entries must be up to date."""
+        """Launch the passes up to `count` that are not launched yet. Entries must be up to date."""
         if state.num_prefetched >= count:
             return
         buffers, shape, context = self._buffers_of(state.pool), self._shape(state), self._context(state)
@@ -326,7 +270,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             state.num_prefetched += 1
 
     def _was_drafted_ahead(self, state: CapturedState, counts: Sequence[int]) -> bool:
-        """Whether draft-ahead covers a round with these accepted counts; then only the host's state is updated."""
+        """Whether drafting ahead is valid for these accepted counts. If so, updates the host's state."""
         most, state.num_drafted_ahead = state.num_drafted_ahead, 0
         if max(counts) > most:
             return False
@@ -346,13 +290,13 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     # Entries
 
     def _claim(self, state: CapturedState) -> B:
-        """The buffers, whose numbers and passes are the state's from now on."""
+        """The buffers, now owned by this state."""
         buffers = self._buffers_of(state.pool)
         buffers.owner = weakref.ref(state)
         return buffers
 
-    def _enter_waiting(self, state: CapturedState) -> None:
-        """Sends the rows to the device, and runs the head on the entries whose true features have come in."""
+    def _enter_pending(self, state: CapturedState) -> None:
+        """Send the rows to the device, and run the head on their pending entries."""
         buffers, rows = self._claim(state), state.rows
         following = [row.following for row in rows]
         sources = [
@@ -378,7 +322,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         sizes: Sequence[int],
         most: int,
     ) -> None:
-        """Runs the head on entries whose features are a step's hidden states; at most so many of a row at once."""
+        """Run the head on entries from a step's hidden states, at most `most` of a row at once."""
         buffers = self._buffers_of(pool)
         hidden = self._hidden_of(buffers, verified)
         for first in range(0, max(map(len, tokens)), most):
@@ -396,7 +340,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         counts: Sequence[int],
         sources: Sequence[Sequence[int]],
     ) -> None:
-        """Lets the features of a round's nodes, `counts[row]` of each row, wait for the next draft."""
+        """Store features of a round's nodes, `counts[row]` of each row, as pending."""
         buffers, rows = self._claim(state), state.rows
         hidden = self._hidden_of(buffers, verified)
         targets = [
@@ -410,10 +354,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         self._replay_gather(buffers, size, hidden, verified.step is not None)
 
     def _follow(self, state: CapturedState, verified: VerifyOutput, chosen: Tensor, rooms: Sequence[int]) -> None:
-        """Lets the device find the accepted paths, and runs the head on their tokens.
+        """Let the device find the accepted paths, and run the head on their tokens.
 
-        The host knows how many there can be, and so where each row's stand. What is behind the real ones is written
-        behind them in the KV store, where later entries are written over it.
+        rooms: the most accepted tokens of each row, for which places are reserved. Surplus entries are written after
+        the real ones in the KV store, where later entries overwrite them.
         """
         step, num_rows = verified.step, len(state.rows)
         assert step is not None
@@ -428,7 +372,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         self._replay_ahead(buffers, size, context, hidden)
 
     def _walk(self, buffers: B, step: Step, chosen: Tensor, num_rows: int, most: int) -> None:
-        """The device finds the accepted paths of a step's first rows, whose trees have at most so many tokens."""
+        """Find the accepted paths of a step's first rows on the device. most: tokens of the largest tree."""
         there = ByRow(*(part[:num_rows] for part in buffers.round.by_row(num_rows)))
         with on_device(self._captures.device):
             walk_kernels.follow(
@@ -454,7 +398,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         sources: Sequence[Sequence[int]],
         sizes: Sequence[int],
     ) -> int:
-        """Sends entries that the host knows. Returns how many they are with padding."""
+        """Send entries that the host knows. Returns their number with padding."""
         counts = np.array([len(own) for own in tokens])
         entry_rows, places, begins = ragged(counts)
         size = padded(len(places), sizes) if len(places) else 0
@@ -467,10 +411,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     # Graphs
 
     def _buffers_of(self, pool: PagePool) -> B:
-        """The buffers over a pool, whose block tables the device has then; graphs over moved memory are dropped."""
+        """The buffers over a pool, with its block tables on the device. Drops graphs over moved memory."""
         buffers = self._buffers.get(pool)
         if buffers is None or buffers.num_resized != pool.num_resized:
-            new = self._new_buffers(pool, self.share(pool), next(self._numbers))
+            new = self._new_buffers(pool, self.store_for(pool), next(self._numbers))
             if buffers is not None:
                 new.take(buffers)
             self._buffers[pool] = buffers = new
@@ -486,7 +430,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             self._captures.forget()
 
     def _hidden_of(self, buffers: B, verified: VerifyOutput) -> Tensor:
-        """All of the target's hidden states, of which a step's may be a part; graphs that read others are dropped."""
+        """The target's whole buffer of hidden states. Drops graphs that read another one."""
         hidden = verified.hidden
         if verified.step is None:
             return hidden
@@ -507,7 +451,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         moving: Sequence[Tensor] = (),
         is_static: bool = True,
     ) -> None:
-        """is_static: else what is read will not be at the same place another time."""
+        """is_static: the inputs keep their addresses, so that a graph can be captured."""
         with on_device(self._captures.device):
             step = self._captures.captured((buffers.number, *kind), run, moving) if is_static else run
             step()
@@ -540,7 +484,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     def _run_ahead(self, buffers: B, size: int, context: int, hidden: Tensor) -> None:
         entries = buffers.round.by_entry(size)
         tokens, nodes = (table.view(-1).index_select(0, entries.sources) for table in (buffers.walked, buffers.nodes))
-        sources = nodes.clamp(max=len(hidden) - 1)  # what is behind a row's last token may be of an earlier step
+        sources = nodes.clamp(max=len(hidden) - 1)  # nodes after a row's last token may be left from an earlier step
         entries = entries._replace(tokens=tokens, sources=sources)
         self._run_entries(buffers, buffers.round.by_row(), entries, context, hidden)
 
@@ -549,10 +493,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         self._run_entries(buffers, numbers.by_row(), numbers.by_entry(size), context, hidden)
 
     def _run_entries(self, buffers: B, by_row: ByRow, entries: ByEntry, context: int, hidden: Tensor | None) -> None:
-        """Runs the head on entries with the target's features.
-
-        hidden: that have the features; those that wait if None.
-        """
+        """Run the head on entries. hidden: where their features are; among the pending ones if None."""
         features = (buffers.features.flatten(0, 1) if hidden is None else hidden).index_select(0, entries.sources)
         layout = Layout(
             rows=entries.rows,
@@ -562,7 +503,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             starts=by_row.begins,
             counts=by_row.counts,
             lengths=by_row.starts,
-            table_rows=by_row.lines,
+            table_rows=by_row.table_rows,
             tables=buffers.tables,
             max_context=context,
             only_chains=True,
@@ -570,12 +511,12 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         self._enter(buffers, features.to(buffers.features.dtype), entries.tokens, by_row, layout)
 
     def _capture_passes(self, buffers: B, shape: Any, context: int) -> None:
-        """Makes one pass of each kind: the first, and the second, which all others are like."""
+        """Capture the first pass and the second, which all later ones are like."""
         for number in range(min(len(buffers.was_sent), 2)):
             self._replay_pass(buffers, shape, number, context)
 
     def _try(self, state: CapturedState) -> None:
-        """Captures graphs of most rounds, to see whether the head can be captured; over entries that are nobody's."""
+        """Capture the graphs of most rounds, over padding, to see whether the head can be captured."""
         buffers, context = self._buffers_of(state.pool), self._context(state)
         for size in ENTRIES[:4]:
             buffers.round.load(ByRow(), ByEntry(), size)
@@ -590,9 +531,9 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         keep: int | None,
         progress: Callable[[Report], None],
     ) -> None:
-        """Captures the graphs of all rounds of short texts, over entries that are nobody's."""
+        """Capture the graphs of all rounds of short texts, over padding."""
         assert verified.step is not None
-        buffers, context = self._claim(state), self._context(state)  # whoever had drafted, drafts anew
+        buffers, context = self._claim(state), self._context(state)  # other states draft again
         hidden, chosen = self._hidden_of(buffers, verified), torch.zeros_like(verified.step.tokens, dtype=torch.int64)
         most_rows = min(padded(max_rows, ROWS), buffers.max_rows)
         all_rows = [*(rows for rows in ROWS if rows < most_rows), most_rows]
@@ -610,23 +551,11 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         for size in CHUNKS:
             buffers.chunk.load(ByRow(), ByEntry(), size)
             self._replay_read(buffers, buffers.chunk, size, context, hidden)
-        for most in (_SMALL_TREE, 2 * _SMALL_TREE):  # kernels that no graph has
+        for most in (_SMALL_TREE, 2 * _SMALL_TREE):  # kernels outside of graphs
             self._walk(buffers, verified.step, chosen, 1, most)
         for number, rows in enumerate(all_rows, start=len(sizes)):
             progress(Report("graphs", number, total, f"drafter, {rows} rows"))
             self._capture_passes(buffers, self._shape_of(rows, keep), context)
-
-
-def why_not(head: DraftHead) -> str | None:
-    """The reason why no passes of a head can be captured; None if those of its kind can."""
-    config, weight = head.config, head.fc.weight
-    if weight.dtype not in DTYPES:
-        return f"its weights are {weight.dtype}"
-    if config.rope["rope_type"] not in STEADY_ROPES:
-        return f"its rotary positions are of type {config.rope['rope_type']}"
-    if config.head_dim > MAX_HEAD_DIM or config.hidden_size > MAX_HIDDEN:
-        return "its heads or hidden states are of an unusual size"
-    return None
 
 
 def _by_row(rows: Sequence[CapturedRow], begins: Numeric) -> ByRow:
@@ -635,10 +564,15 @@ def _by_row(rows: Sequence[CapturedRow], begins: Numeric) -> ByRow:
     )
 
 
+def _append(rows: Sequence[CapturedRow], tokens: Sequence[Sequence[int]]) -> None:
+    for row, new in zip(rows, tokens, strict=True):
+        row.following.extend(new)
+
+
 def _sources(
     verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """By row: of which of the step's tokens the features are that its new tokens come after."""
+    """By row, the step's tokens whose features the new entries take."""
     index = verified.index.numpy()
     return [
         index[row, [0, *path][: len(new)]].tolist() for row, (path, new) in enumerate(zip(nodes, tokens, strict=True))

@@ -1,7 +1,7 @@
-"""Files of draft heads, whatever their kind: finding, reading, checking and writing them.
+"""Files of draft heads of any kind: find, read, check and write them.
 
-Which names a kind's configs and tensors have is in `eagle3/layouts.py` and `block/layouts.py`. Nothing is guessed or
-skipped: a head is complete and fits its target, or an error says in one line what is wrong.
+The names in configs and of tensors are in `eagle3/layouts.py` and `block/layouts.py`. Nothing is guessed or skipped: a
+head is complete and fits its target, or an error says in one line what is wrong.
 """
 
 from __future__ import annotations
@@ -24,37 +24,28 @@ from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
 from graft.settings import check_size, require
-from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig
+from graft.spec_decode.proposers.draft_head import SIZES, DraftHead, HeadConfig
 
 Json = Mapping[str, Any]
 Place = tuple[str, ...]  # the keys that lead to a value of config.json
 
 MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
 HEAD_FILES = ("config.json", "*.safetensors", "*.bin", MASK_FILE)
-VOCABULARY = {"d2t", "t2d"}  # buffers, which a file need not have
-# Copies of the target's own weights, which some versions of speculators save for training.
+VOCABULARY = {"d2t", "t2d"}  # buffers, which may be missing in a file
+# Copies of the target's weights, which some versions of speculators save for training.
 UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
-_HEADER = 2**16  # bytes of a file besides its tensors, at most: names, shapes, offsets
-SHAPE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+_HEADER = 2**16  # most bytes of a file besides its tensors: names, shapes, offsets
+_SHAPE_KEYS = (*SIZES, "rms_norm_eps")
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """Content of a head's folder, read without its target."""
+    """Content of a head's folder."""
 
     folder: Path
     layout: str
     files: tuple[str, ...]
-    facts: Mapping[str, Any]  # arguments of the head's config; some only the target can supply
+    facts: Mapping[str, Any]  # arguments of the head's config, except those that need the target
     tensors: Mapping[str, Tensor]  # by the head's names
 
     @property
@@ -62,26 +53,29 @@ class Recognised:
         return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in VOCABULARY)
 
     def check_target(self, config: HeadConfig, target: PreTrainedConfig) -> None:
-        """A GraftError if the head belongs to another target."""
+        """Raise a GraftError if the head belongs to another target."""
         text = target.get_text_config()
         for what, own, its in (
             ("a vocabulary", config.vocab_size, text.vocab_size),
             ("hidden states", config.target_hidden_size, text.hidden_size),
         ):
-            require(own == its, f"{self.folder} is for a target with {what} of {own:,}, not {its:,}: another model's")
+            require(
+                own == its,
+                f"{self.folder} is for a target with {what} of {own:,}, not {its:,}: it belongs to another model",
+            )
         require(
             max(config.target_layers) < text.num_hidden_layers,
             f"{self.folder} reads the target's layers {', '.join(map(str, config.target_layers))}, "
-            f"but the target has only {text.num_hidden_layers}: another model's",
+            f"but the target has only {text.num_hidden_layers}: it belongs to another model",
         )
 
     def fill(
         self, head: DraftHead, dtype: torch.dtype, device: str | torch.device, spell: Callable[[str], str]
     ) -> None:
-        """Gives a head that is laid out on "meta" its weights and draft vocabulary. spell: the files' tensor names."""
+        """Load weights and draft vocabulary into a head on "meta". spell: tensor names in the files."""
         self._check_tensors(dict(head.named_parameters()), spell)
         weights = {
-            # A copy in any case: a tensor that is still mapped to its file would change with it.
+            # Always a copy: a tensor mapped to its file would change with the file.
             name: self.tensors[name].to(device, dtype, copy=True)
             for name, _ in head.named_parameters()
         }
@@ -107,7 +101,7 @@ class Recognised:
             require(bool(tensor.isfinite().all()), f"{self.folder}: {spell(name)} has values that are not finite")
 
     def _target_ids(self, size: int, vocab_size: int) -> Tensor | None:
-        """Target ids of all draft ids; None where they are the same."""
+        """Target ids of all draft ids; None if they are the same."""
         d2t = self.tensors.get("d2t")
         if d2t is None:
             require(size == vocab_size, f"{self.folder} has no tensor d2t, expected as [{size}]")
@@ -124,7 +118,7 @@ class Recognised:
 
 
 def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES) -> Path:
-    """Where the files of a folder or hub id are; those of a hub id, of these names, are fetched first."""
+    """The local folder of a path or hub id. Fetches `files` of a hub id first."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -133,7 +127,7 @@ def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=list(files)))
     except HFValidationError as error:
         raise GraftError(f"no drafter at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
-    except OSError as error:  # what the hub client raises, from a missing repository to a missing network
+    except OSError as error:  # from a missing repository to a missing network
         reason = str(error).strip().partition("\n")[0].rstrip(". ")
         raise GraftError(f"no drafter at {path}: there is no such folder, and as a hub id: {reason}") from error
 
@@ -161,7 +155,7 @@ def architecture_of(config: Json) -> str | None:
 def read_weights(
     folder: Path, head_name: Callable[[str], str], more: Sequence[Path] = ()
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """Names of the weight files, and their tensors by the head's names. more: files besides the usual ones."""
+    """Names of the weight files, and their tensors by the head's names. more: additional files."""
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     require(len(files) > 0, f"{folder} has neither model.safetensors nor pytorch_model.bin: copy the weights into it")
     files += more
@@ -175,19 +169,19 @@ def read_weights(
 
 
 def read_pickle(path: Path) -> Any:
-    """The content of a torch file, of which nothing but tensors and plain values is accepted, and no code run."""
+    """The content of a torch file. Only tensors and plain values are accepted, and no code is run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle fails in every way there is
+    except Exception as error:  # a damaged pickle may raise anything
         raise GraftError(f"{path} is damaged, or holds more than tensors; use a copy in safetensors") from error
 
 
 def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_bytes: int | None = None) -> None:
-    """Writes config.json and model.safetensors, or as many files of at most `max_bytes` as it takes, with an index."""
+    """Write config.json and model.safetensors, or several files of at most `max_bytes` and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     index = folder / "model.safetensors.index.json"
-    for old in (*folder.glob("model*.safetensors"), index):  # of a head that was here before
+    for old in (*folder.glob("model*.safetensors"), index):  # of a previous head
         old.unlink(missing_ok=True)
     parts = _parts(tensors, max_bytes)
     if len(parts) == 1:
@@ -204,7 +198,7 @@ def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_by
 
 
 def _parts(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[list[str]]:
-    """The names of tensors that go into a file together."""
+    """The names of the tensors of each file."""
     if max_bytes is None:
         return [list(tensors)]
     parts: list[list[str]] = [[]]
@@ -227,10 +221,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
-    """Arguments of `HeadConfig` that say a head's shape, from `place` in its config.json.
-
-    only: values that a setting must have where it is there at all.
-    """
+    """Arguments of `HeadConfig` from `place` in config.json. only: the supported values of some settings."""
     shape = value_at(config, place)
     require(isinstance(shape, Mapping), f"{'.'.join(place)} is missing")
     for key, value in only.items():
@@ -238,7 +229,7 @@ def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
     for key in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads"):
         check_size(key, shape.get(key))
     heads, hidden_size = shape["num_attention_heads"], shape["hidden_size"]
-    facts = {key: shape[key] for key in SHAPE_KEYS if shape.get(key) is not None}
+    facts = {key: shape[key] for key in _SHAPE_KEYS if shape.get(key) is not None}
     facts.setdefault("num_key_value_heads", heads)
     facts.setdefault("head_dim", hidden_size // heads)
     facts["target_hidden_size"] = config.get("target_hidden_size") or hidden_size
@@ -248,15 +239,15 @@ def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
 
 
 def write_shape(head: HeadConfig) -> dict[str, Any]:
-    """The head's shape as config.json has it."""
+    """The head's shape for config.json."""
     rope = dict(head.rope)
-    shape = {key: getattr(head, key) for key in SHAPE_KEYS}
+    shape = {key: getattr(head, key) for key in _SHAPE_KEYS}
     shape |= {"hidden_act": "silu", "rope_theta": rope.pop("rope_theta")}
     return shape | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def agreed(config: Json, places: Collection[Place]) -> Any:
-    """The value that stands at one or several of these places; a GraftError if they contradict each other."""
+    """The value at one or several of these places; a GraftError if they differ."""
     found = {".".join(place): value for place in places if (value := value_at(config, place)) is not None}
     said = " but ".join(f"{place} is {value}" for place, value in found.items())
     values = list(found.values())
@@ -265,7 +256,7 @@ def agreed(config: Json, places: Collection[Place]) -> Any:
 
 
 def agreed_layers(config: Json, places: Mapping[Place, bool]) -> tuple[int, ...] | None:
-    """The target layers whose inputs are read. places: whether the numbers there count outputs, else inputs."""
+    """The target layers whose inputs are read. places: whether the numbers there count outputs or inputs."""
     found: dict[str, tuple[int, ...]] = {}
     for keys, counts_outputs in places.items():
         if layers := value_at(config, keys):
@@ -293,7 +284,7 @@ def put_at(config: dict[str, Any], place: Place, value: Any) -> None:
 
 @contextmanager
 def said_of(path: Path | str) -> Iterator[None]:
-    """Puts a file's or model's name before the message of a GraftError."""
+    """Put a file's or model's name before the message of a GraftError."""
     try:
         yield
     except GraftError as error:
@@ -313,7 +304,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_rope(shape: Json) -> dict[str, Any]:
-    """Rotary parameters as transformers 5 has them, from its own or the earlier spelling."""
+    """Rotary parameters as in transformers 5, from its own or the earlier spelling."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     require(isinstance(rope, Mapping), f"rotary parameters must be settings by name, not {rope!r}")
     known = {"rope_type": rope.get("type", "default"), "rope_theta": shape.get("rope_theta") or 10000.0}

@@ -1,7 +1,4 @@
-"""What all draft heads share: their shape, the embedding and vocabulary they draft with, rotary positions.
-
-The networks are in `eagle3` and `block`.
-"""
+"""Base of the draft heads in `eagle3` and `block`: shape, embedding, draft vocabulary, rotary positions."""
 
 from __future__ import annotations
 
@@ -17,12 +14,22 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graft.errors import GraftError
 from graft.settings import Settings, check_size, require
 
+# Sizes that have the same names in config.json.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
 class HeadConfig(Settings):
-    """Shape of a head's layers and target. `target_layers` are those whose inputs it reads, in this order."""
+    """Shape of a head and its target. It reads the inputs of `target_layers`, in this order."""
 
     hidden_size: int
     target_hidden_size: int
@@ -39,17 +46,7 @@ class HeadConfig(Settings):
     own_embedding: bool = False  # else the target's
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "target_hidden_size",
-            "vocab_size",
-            "draft_vocab_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
+        for name in (*SIZES, "target_hidden_size", "draft_vocab_size"):
             check_size(name, getattr(self, name))
         require(
             self.draft_vocab_size <= self.vocab_size,
@@ -80,7 +77,7 @@ class HeadConfig(Settings):
             raise GraftError(f"the rotary parameters {self.rope} are not usable: {error.args[0]}") from error
 
     def llama(self) -> LlamaConfig:
-        """The same config for transformers' own modules."""
+        """The config for transformers' modules."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -93,7 +90,7 @@ class HeadConfig(Settings):
 
 
 def layer_shape(target: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of `HeadConfig` for a head with the shape of the target's own layers; but for `target_layers`."""
+    """Arguments of `HeadConfig`, except `target_layers`, for the shape of the target's own layers."""
     text = target.get_text_config()
     heads = text.num_attention_heads
     return {
@@ -110,7 +107,7 @@ def layer_shape(target: PreTrainedConfig) -> dict[str, Any]:
 
 
 class DraftHead(nn.Module):
-    """Base of the networks: token embedding and draft vocabulary. Both may be the target's."""
+    """Base of the networks: token embedding and draft vocabulary, which both may be the target's."""
 
     config: HeadConfig
     fc: nn.Linear  # of the target's features
@@ -124,22 +121,22 @@ class DraftHead(nn.Module):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.register_buffer("target_embedding", None, persistent=False)  # [vocab, H], borrowed, never saved
-        with torch.device("cpu"):  # real numbers even where the parameters are only laid out, on "meta"
+        with torch.device("cpu"):  # not on "meta", even if the parameters are
             self.rotary = Rotary(config.llama())
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     def borrow_embedding(self, weight: Tensor) -> None:
-        """Take the target's embedding [vocab, H] for that of a head that has none. It stays the target's."""
+        """Use the target's embedding [vocab, H]."""
         self.target_embedding = self._fitting("embedding", weight)
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Let draft id i stand for target id `target_ids[i]`."""
+        """Let draft id i mean target id `target_ids[i]`."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()[target_ids] = True
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Target ids [...] as [..., H], by the head's own embedding or the target's."""
+        """Embed target ids [...] as [..., H], by the head's own embedding or the target's."""
         weight = self.embed_tokens.weight if self.config.own_embedding else self.target_embedding
         if weight is None:
             raise GraftError("this head has no embedding of its own: `borrow_embedding` gives it the target's")
@@ -150,7 +147,7 @@ class DraftHead(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
     def _fitting(self, what: str, weight: Tensor) -> Tensor:
-        """The target's weight [vocab, H], detached; a GraftError if it is of another shape."""
+        """The target's weight [vocab, H], detached; a GraftError if its shape differs."""
         rows, width = weight.shape
         vocab_size, hidden_size = self.config.vocab_size, self.config.hidden_size
         require(
@@ -161,7 +158,7 @@ class DraftHead(nn.Module):
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """Rotary embedding whose frequencies stay float32 when the head is cast: bf16 would merge far positions."""
+    """Rotary embedding whose frequencies stay float32 when the head is cast: in bf16 far positions would be equal."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = dict(self.named_buffers())

@@ -1,4 +1,4 @@
-"""The drafter contract: a tree drafted pass by pass, each of one level or many; and the beam search of several."""
+"""The drafter contract, and the beam search that several drafters share."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput
-from graft.settings import Settings, require
+from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
 
 
 @dataclass(frozen=True)
 class TreeSettings(Settings):
-    """The shape of the drafted tree, by the names EAGLE's users know."""
+    """The shape of the drafted tree, in EAGLE's names."""
 
-    depth: int = 8  # draft passes behind the first
-    topk: int = 10  # nodes expanded at each depth, and children of each
-    total_token: int = 60  # nodes of the whole tree that are verified
+    depth: int = 8  # draft passes after the first
+    topk: int = 10  # nodes expanded at each depth, and children of each of them
+    total_token: int = 60  # nodes to verify
 
     def __post_init__(self) -> None:
         for name in ("depth", "topk", "total_token"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
-            )
+            check_size(name, getattr(self, name))
 
 
 class DraftState(Protocol):
@@ -36,117 +33,109 @@ class DraftState(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """By row, the tokens whose pages hold all that they are to: the target's, and those of a drafter in them."""
-        ...
+        """By row, how many tokens have all their keys and values in the pages: the target's and the drafter's."""
 
-    def keeping(self, rows: Sequence[int]) -> Self:
-        """The state of these rows alone, in this order."""
-        ...
+    def select(self, rows: Sequence[int]) -> Self:
+        """The state of these rows, in this order."""
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
-        """Makes row `target` a copy of row `source`, with the pages of `row`, which go on from those of the source."""
-        ...
+        """Copy row `source` to row `target`, whose pages are those of `row` and continue those of the source."""
 
-    def joining(self, other: Any) -> Self:
-        """A state of its own rows and, behind them, those of another of the same drafter; both stay as they were."""
-        ...
+    def concat(self, other: Any) -> Self:
+        """A new state: these rows, then those of another state of the same drafter."""
 
 
 class Drafter(Protocol):
-    """A draft model that proposes trees pass by pass. `state` is what its own `open` gave."""
+    """A draft model that proposes trees pass by pass. `state` is what its own `open` returned."""
 
-    hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; none if tokens are enough
+    hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; empty if it reads tokens only
 
     @property
     def max_passes(self) -> int:
-        """Draft passes of a round at most."""
-        ...
+        """The most draft passes of a round."""
 
     @property
     def max_depth(self) -> int:
-        """Levels that all passes bring together."""
-        ...
+        """The most levels of a tree, over all passes."""
 
     @property
     def num_beams(self) -> int:
-        """Nodes of a pass's last level, the likeliest, that the next pass expands."""
-        ...
+        """How many of a pass's likeliest last nodes the next pass expands."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole tree that are worth verifying, where nobody gives a budget."""
-        ...
+        """Nodes to verify where no budget is given."""
 
     @property
     def num_slots(self) -> int:
-        """Slots that a round's drafting may write behind a row's text in its own KV store."""
-        ...
+        """KV slots that drafting may write after a row's text in one round."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token takes in its own KV store."""
-        ...
+        """Bytes of a token in the drafter's own KV store."""
 
     @property
     def num_setups(self) -> int:
-        """One-time set-ups done so far; see `num_setups_of`."""
-        ...
+        """One-time set-ups so far; see `num_setups_of`."""
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
-        """The state of a cache's rows, whose pages it may share: its own keys and values are in a store of its own.
+        """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
 
-        texts: by row, what it begins with; needed where others have read a part of it, so that nobody calls `read`.
+        texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
-        ...
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        """Does, before there is anything to draft, what rounds of up to so many rows would else wait for.
+        """Do beforehand the one-time work (such as graph captures) of rounds of up to `max_rows` rows.
 
-        keep: what will be asked of `passes`.
+        keep: that of the coming calls of `passes`.
         """
-        ...
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Prefills a chunk of one row's prompt. following: the tokens after each of its tokens."""
-        ...
+        """Prefill a chunk of one row's prompt. following: the token after each of its tokens."""
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Sequence[Level]]:
-        """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass and its levels, each one
-        depth further down.
+        """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
 
-        keep: only so many nodes of each level, the likeliest first (at least the beams, which then are no more than
-        that); all of them in any order if None. 1 is a chain: each node the likeliest child of the one before.
-        stops: the passes after which the caller may stop, so that the device can run on to the next of them by itself;
-        any if None.
+        keep: nodes to yield of each level, likeliest first; there are then at most so many beams. All nodes, in any
+        order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
+        stops: passes after which the caller may stop (any if None). The device runs to the next of them by itself.
         """
-        ...
 
     def num_prefetched(self, state: Any) -> int:
-        """Passes of the coming round that the device is making already: not to use them would save nothing."""
-        ...
+        """Passes of the coming round that are launched already, so that skipping them saves nothing."""
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Begins the next round's drafting on the device, before the host knows what this round accepted.
+        """Start the next round's drafting on the device, before the host knows what this round accepted.
 
-        The device has the verified step and the tokens `chosen` [T] after each node; `learn` follows.
+        chosen: [T], the token after each node, on the device. A call of `learn` follows.
         """
-        ...
 
     def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Where nothing is to be drafted ahead: does on the device what `learn` need then no longer wait for."""
-        ...
+        """Without drafting ahead: do on the device beforehand what `learn` would wait for."""
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
-        """Extends the state by a finished round: the accepted nodes and the new tokens of each row."""
-        ...
+        """Extend the state by a finished round: accepted nodes and new tokens by row."""
+
+
+class OnDemand:
+    """Base of drafters that do nothing ahead: passes run one by one, on demand."""
+
+    def num_prefetched(self, state: Any) -> int:
+        return 0
+
+    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
+        """Nothing to do."""
+
+    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
+        """Nothing to do."""
 
 
 class LevelByLevel(ABC):
-    """What drafters share whose passes each bring one level, the children of the beams of the level before."""
+    """Base of drafters whose passes give one level each: the children of the beams of the level before."""
 
     settings: TreeSettings
 
@@ -174,7 +163,7 @@ class LevelByLevel(ABC):
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
-        """The levels of `Drafter.passes`."""
+        """`Drafter.passes`, with the one level of each pass."""
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -183,17 +172,17 @@ class LevelByLevel(ABC):
 
 
 class BeamSearch:
-    """The levels of trees whose likeliest nodes at each depth, the beams, are expanded by the next pass."""
+    """Beam search: each pass expands the likeliest nodes of the level before, the beams."""
 
     def __init__(self, num_rows: int, topk: int, keep: int | None, device: torch.device) -> None:
-        """topk: beams, and children of each. keep: see `Drafter.passes`."""
+        """topk: number of beams, and children of each. keep: see `Drafter.passes`."""
         self._topk, self._keep = topk, keep
         self._parents = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [B, F] the beams' node numbers
         self._path = torch.ones(num_rows, 1, device=device)  # [B, F] their path probabilities
         self._width = 1  # nodes of the trees so far
 
     def level(self, tokens: Tensor, probabilities: Tensor) -> Level:
-        """The next level: of the beams' likeliest tokens [B, F, topk] and their q, all or the best `keep`."""
+        """The next level, from the beams' likeliest tokens [B, F, topk] and their q."""
         level = Level(
             tokens=tokens.flatten(1),
             parents=self._parents.repeat_interleave(self._topk, dim=1),
@@ -206,17 +195,14 @@ class BeamSearch:
         return self._kept
 
     def expand(self) -> tuple[Tensor, Tensor]:
-        """The best of the level's nodes become the beams: their tokens [B, topk], and which beam each came from."""
+        """Make the best nodes of the level the beams: their tokens [B, topk], and the beam each came from."""
         self._path, best = (part[:, : self._topk] for part in self._best)
-        order = torch.arange(self._topk, device=best.device).expand_as(best)  # kept nodes stand the best first
+        order = torch.arange(self._topk, device=best.device).expand_as(best)  # kept nodes are sorted, best first
         self._parents = self._width + (best if self._keep is None else order)
         self._width += self._kept.tokens.shape[1]
         return self._all.tokens.gather(1, best), best // self._topk
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:
-    """One-time set-ups, such as graph captures, that a target and its drafter have done so far.
-
-    The time of a round with one tells nothing about other rounds.
-    """
+    """One-time set-ups, such as graph captures, done so far. Rounds that include one do not count for timing."""
     return target.num_setups + (drafter.num_setups if drafter is not None else 0)

@@ -1,7 +1,7 @@
-"""What drafters share that run eagerly: their rows, the features that wait, a KV store in the target's pages.
+"""Base of the drafters that run a head eagerly: rows, pending features, a KV store in the target's pages.
 
-The head's KV store holds one entry per token of the text, made from the target's features of it. What a round's
-drafting writes comes behind them, and is dropped at the end of the round.
+The head's KV store holds one entry for each token of the text, made from the target's features of it. Drafting writes
+after these entries, and the next round overwrites that.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.kv_cache import KVStore
+from graft.spec_decode.proposers.drafter import OnDemand
 
-_MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
+_MAX_PENDING = 256  # entries of a row that may wait for the next draft pass
 
 
 @dataclass(eq=False)
 class DraftRow:
-    """What a drafter keeps of one row: how much of its text the head has run, and what it has not run yet."""
+    """One row's draft state."""
 
     row: Row
     length: int = 0  # entries in the head's KV store
-    waiting: list[Tensor] = field(default_factory=list)  # [n, taps * H] features that came in with the last rounds
-    following: list[int] = field(default_factory=list)  # the token after each of them
+    pending: list[Tensor] = field(default_factory=list)  # features [n, taps * H] that the head has not run yet
+    following: list[int] = field(default_factory=list)  # the token after each of these
 
 
 R = TypeVar("R", bound=DraftRow)
@@ -45,19 +46,19 @@ class EagerState(Generic[R]):
     def lengths(self) -> list[int]:
         return [row.length for row in self.rows]
 
-    def keeping(self, rows: Sequence[int]) -> EagerState[R]:
+    def select(self, rows: Sequence[int]) -> EagerState[R]:
         return EagerState(self.pool, [self.rows[row] for row in rows])
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         own = self.rows[source]
-        self.rows[target] = replace(own, row=row, waiting=list(own.waiting), following=list(own.following))
+        self.rows[target] = replace(own, row=row, pending=list(own.pending), following=list(own.following))
 
-    def joining(self, other: EagerState[R]) -> EagerState[R]:
+    def concat(self, other: EagerState[R]) -> EagerState[R]:
         return EagerState(self.pool, self.rows + other.rows)
 
 
-class EagerDrafter(ABC, Generic[R]):
-    """Base of the drafters that make passes one by one, on demand: on a CPU, or where CUDA graphs cannot be used."""
+class EagerDrafter(OnDemand, ABC, Generic[R]):
+    """Base of the drafters of heads, for a CPU or where CUDA graphs cannot be used."""
 
     def __init__(
         self,
@@ -67,8 +68,10 @@ class EagerDrafter(ABC, Generic[R]):
         key_heads: tuple[int, int],
         value_heads: tuple[int, int] | None = None,
     ) -> None:
-        """weight: one of the head's, with its dtype and device, and as many rows as its hidden states are wide.
-        num_layers, and (heads, head_dim) of keys and of values, if other than the keys': of the head's KV store."""
+        """weight: a weight [H, any] of the head, for its dtype, device and width.
+
+        num_layers, key_heads, value_heads: of the head's KV store, heads as (heads, head_dim).
+        """
         self.hidden_layers = hidden_layers
         self._weight, self._num_layers = weight, num_layers
         self._key_heads, self._value_heads = key_heads, value_heads or key_heads
@@ -76,11 +79,11 @@ class EagerDrafter(ABC, Generic[R]):
 
     @abstractmethod
     def _new_row(self, row: Row) -> R:
-        """What is kept of a row whose committed tokens have their entries."""
+        """The state of a row whose committed tokens have their entries."""
 
     @abstractmethod
     def _refresh(self, pool: PagePool, rows: Sequence[R]) -> None:
-        """Runs the head on the entries of these rows that wait."""
+        """Run the head on the pending entries of these rows."""
 
     @property
     def num_setups(self) -> int:
@@ -96,32 +99,32 @@ class EagerDrafter(ABC, Generic[R]):
         return self._num_layers * sum(sizes) * self._weight.element_size()
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
-        self.share(cache.pool)
-        # A row whose beginning was known to others has their entries.
+        self.store_for(cache.pool)
+        # Entries of a prefix from the prefix cache are in the shared pages.
         return EagerState(cache.pool, [self._new_row(row) for row in cache.rows])
 
-    def share(self, pool: PagePool) -> KVStore:
+    def store_for(self, pool: PagePool) -> KVStore:
         """The head's KV store over a pool's pages."""
         store = self._stores.get(pool)
         if store is None:
             store = KVStore(self._num_layers)
             pool.add_store(store)
             store.shape(self._weight, self._key_heads, self._value_heads)
-            self._stores[pool] = store  # last: what has failed is made again
+            self._stores[pool] = store  # last, so that a failure is retried
         return store
 
-    def writing_at(self, pool: PagePool, places: Sequence[tuple[DraftRow, int]]) -> KVCache:
-        """The head's KV cache, whose `update` writes at these positions of rows; they get the pages for it."""
+    def cache_writing_at(self, pool: PagePool, places: Sequence[tuple[DraftRow, int]]) -> KVCache:
+        """The head's KV cache, whose `update` writes at these positions of rows. Allocates their pages."""
         for row, position in places:
             pool.ensure(row.row, position + 1)
-        cache = KVCache(pool, self.share(pool), [])
+        cache = KVCache(pool, self.store_for(pool), [])
         cache.write_at(cache.slots_of([(row.row, position) for row, position in places]))
         return cache
 
     @torch.no_grad()
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         own = state.rows[row]
-        own.waiting.append(verified.hidden[verified.index[0].to(verified.hidden.device)].clone())
+        own.pending.append(verified.hidden[verified.index[0].to(verified.hidden.device)].clone())
         own.following += following
         self._refresh(state.pool, [own])
 
@@ -131,29 +134,20 @@ class EagerDrafter(ABC, Generic[R]):
     ) -> None:
         for number, (row, path, new) in enumerate(zip(state.rows, nodes, tokens, strict=True)):
             places = verified.index[number, [0, *path]][: len(new)].to(verified.hidden.device)
-            row.waiting.append(verified.hidden[places].clone())
+            row.pending.append(verified.hidden[places].clone())
             row.following += new
-        if max(len(row.following) for row in state.rows) > _MAX_WAITING:
+        if max(len(row.following) for row in state.rows) > _MAX_PENDING:
             self._refresh(state.pool, state.rows)
 
-    def num_prefetched(self, state: Any) -> int:
-        return 0
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Does nothing: passes run one by one, on demand."""
-
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        """Nothing is captured here."""
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Does nothing: features are kept when the round is learned."""
+        """Nothing to do: nothing is captured."""
 
 
-class Waiting(Generic[R]):
-    """Entries of some rows that wait, side by side: T in all."""
+class PendingEntries(Generic[R]):
+    """The pending entries of some rows, T in all, side by side."""
 
     def __init__(self, rows: Sequence[R]) -> None:
-        self.rows = [row for row in rows if row.following]  # one that has just joined has nothing waiting
+        self.rows = [row for row in rows if row.following]  # a row that has just joined has none
         self.counts = [len(row.following) for row in self.rows]
         self.places = [
             (row, row.length + place)
@@ -163,7 +157,7 @@ class Waiting(Generic[R]):
 
     def features(self) -> Tensor:
         """[1, T, taps * H]"""
-        return torch.cat([part for row in self.rows for part in row.waiting])[None]
+        return torch.cat([part for row in self.rows for part in row.pending])[None]
 
     def tokens(self, device: torch.device) -> Tensor:
         """[1, T] the token after each"""
@@ -174,7 +168,7 @@ class Waiting(Generic[R]):
         return torch.tensor([[position for _, position in self.places]], device=device)
 
     def finish(self) -> None:
-        """They are in the head's KV store now."""
+        """Mark them as run: they are in the head's KV store."""
         for row, count in zip(self.rows, self.counts, strict=True):
             row.length += count
-            row.waiting, row.following = [], []
+            row.pending, row.following = [], []

@@ -1,5 +1,4 @@
-"""Chooses the drafter of a head: on a GPU one whose passes are CUDA graphs, else the eager one of its kind; and gives a
-drafter trees of another size."""
+"""The drafter for a head: by CUDA graphs on a GPU, else eager."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from graft.spec_decode.proposers.small_model import SmallModelDrafter
 def drafter_for(
     head: Eagle3Head | BlockHead, settings: TreeSettings | BlockTreeSettings | None = None
 ) -> Eagle3Drafter | BlockDrafter:
-    """The drafter for a head and its device. settings: those of its kind."""
+    """The drafter for a head on its device. settings: of the head's kind."""
     kind: Any = BlockDrafter if isinstance(head, BlockHead) else Eagle3Drafter
     if head.fc.weight.device.type == "cuda":
         try:
             captured, reason = _captured(head)
-        except ImportError:  # the target's runner says that Triton is missing
+        except ImportError:  # no Triton: the target's runner warns about it
             captured, reason = kind, None
         if reason is not None:
             warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
@@ -33,7 +32,7 @@ def drafter_for(
 
 
 def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
-    """A drafter of the same network for trees of that size; itself if its trees are not sized so, as a block's."""
+    """A drafter of the same network with other tree settings; a block drafter, which has its own, stays as it is."""
     if isinstance(drafter, SmallModelDrafter):
         return drafter.with_settings(settings)
     if isinstance(drafter, MtpDrafter):
@@ -42,13 +41,13 @@ def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
 
 
 def _captured(head: Eagle3Head | BlockHead) -> tuple[Any, str | None]:
-    """The captured drafter of a head's kind, and why it cannot be used, if so."""
+    """The captured drafter of a head's kind, and the reason why it cannot be used, if any."""
     if isinstance(head, BlockHead):
         from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
         from graft.spec_decode.proposers.block.fused_head import why_not
 
         return CapturedBlockDrafter, why_not(head)
-    from graft.spec_decode.proposers import captured
+    from graft.spec_decode.proposers import capturable
     from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 
-    return CapturedEagle3Drafter, captured.why_not(head)
+    return CapturedEagle3Drafter, capturable.why_not(head)

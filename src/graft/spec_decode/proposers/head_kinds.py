@@ -1,4 +1,4 @@
-"""Which kind of drafter a folder holds, by its config.json: a draft head of some kind, or a whole model."""
+"""The kind of drafter in a folder, by its config.json: a draft head or a whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graft.spec_decode.proposers.eagle3 import layouts as eagle3
 
 
 def kind_of(folder: Path) -> str:
-    """eagle3, block or model; a GraftError if it is none of them."""
+    """eagle3, block or model; a GraftError for anything else."""
     config = read_config(folder)
     if block.is_block_head(config):
         return "block"
@@ -25,16 +25,16 @@ def kind_of(folder: Path) -> str:
     known += [name for layout in block.LAYOUTS.values() for name in layout.architectures]
     with said_of(folder / "config.json"):
         raise GraftError(
-            f"architecture {architecture_of(config)} is neither a draft head's, of which {', '.join(known)} are known, "
-            "nor that of a model that predicts the next token"
+            f"architecture {architecture_of(config)} is neither a known draft head ({', '.join(known)}) "
+            "nor a causal language model"
         )
 
 
 def _is_model(config: Json) -> bool:
-    """Whether it is a whole model, with a causal head, that transformers knows.
+    """Whether it is a whole causal model that transformers knows.
 
-    Heads may go by a model's architecture: what no model has, or that there is one layer, tells them. A depth-pruned
-    model of one layer has `kept_layers`, which no head has.
+    Some heads name a model's architecture. They have keys that no model has, or a single layer. A depth-pruned model of
+    one layer has `kept_layers`, which no head has.
     """
     if architecture_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return False

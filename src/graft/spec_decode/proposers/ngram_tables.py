@@ -1,7 +1,7 @@
 """NgramTables: proposes the target's own top-k successors of n-grams that it has verified before.
 
-Wave by wave the likeliest candidates not yet looked up, whoever proposed them, get the successors of their last three
-tokens if the target ever verified these, else of the last two, else of the last one.
+Each wave looks up the likeliest candidates of any source that were not looked up yet. A candidate gets the successors
+of its last three tokens if the target ever verified them, else of the last two, else of the last one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from graft.spec_decode.proposers.successor_table import ISOLATED_ROWS, Successor
 from graft.tree.candidates import Candidates
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
-# Prior of acceptance over the share that the target gave a successor in its earlier context: the longer the n-gram, the
-# more of that context is the same.
-_WORTH = {1: 0.5, 2: 0.7, 3: 0.85}
+# Prior acceptance probability over the successor's probability in its earlier context. The longer the n-gram, the more
+# of that context is the same.
+_PRIOR_FACTORS = {1: 0.5, 2: 0.7, 3: 0.85}
 
 
 class NgramTables:
-    """A retriever over successor tables of several n-gram orders."""
+    """Retriever over successor tables of several n-gram orders."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class NgramTables:
         orders: Sequence[int] = (3, 2, 1),
         num_rows: int = 1 << 18,  # of each hashed table
         waves: int = 5,
-        beam: int = 12,  # nodes looked up in a wave
+        beam: int = 12,  # nodes to look up in a wave
         isolated: bool = False,  # texts do not learn from each other
     ) -> None:
-        """orders: lengths of n-grams, longest first. waves: how often the likeliest nodes are looked up."""
+        """orders: lengths of n-grams, longest first."""
         tables = [
             SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, isolated=isolated)
             if order > 1
@@ -44,15 +44,15 @@ class NgramTables:
         self._tables = SuccessorTables(tables)
         self.names = tuple(_NAMES[order] for order in orders)
         self.common: tuple[str, ...] = () if isolated else self.names
-        self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
+        self.prior = torch.stack([_PRIOR_FACTORS[order] * BUCKET_PROBABILITIES for order in orders])
         self._waves = waves
         self._beam = beam
 
     def propose(
-        self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
+        self, candidates: Candidates, histories: Sequence[History], first: int, acceptance_probs: Tensor, max_depth: int
     ) -> None:
         beam = min(self._beam, max(candidates.most_nodes // 4, 1))
-        candidates.follow(self._tables.structs, chances, first, self._waves, beam, max_depth)
+        candidates.follow(self._tables.structs, acceptance_probs, first, self._waves, beam, max_depth)
 
     def learn(self, top_k: TargetTopK) -> None:
         self._tables.learn(top_k)

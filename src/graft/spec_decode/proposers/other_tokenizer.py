@@ -1,7 +1,7 @@
-"""A small model with another tokenizer as drafter: it reads and drafts text, which `text_alignment` turns into tokens.
+"""A small model with another tokenizer as drafter: `text_alignment` converts its drafted text to target tokens.
 
-Its keys and values are in a page pool of its own, as its tokens are not the target's. All that it drafts in a round,
-several steps of beam search, is one pass: only then is it known which target tokens the texts are.
+Its tokens are not the target's, so its keys and values have a page pool of their own. A round's whole beam search is
+one pass: the target tokens are known only when the texts are complete.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.model import KVCache, PagePool, Row, VerifyOutput
-from graft.model.kv_cache import NoRoomError
+from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput, target_for
 from graft.settings import require
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -30,33 +29,33 @@ from graft.spec_decode.proposers.text_alignment import (
 )
 from graft.tree.candidates import Level
 
-_TOKENS_PER_DRAFT = 2  # target tokens that a drafted token becomes, at most where it matters
-_LEAST_REACH = 0.05  # P(one of the beams is what follows) below which no further step is drafted
-_LEAST_CONTEXT = 64  # tokens that a draft model must be able to read, beside what it drafts
+_TOKENS_PER_DRAFT = 2  # target tokens for a drafted token, enough in practice
+_LEAST_REACH = 0.05  # stop drafting below this probability that one of the beams is right
+_LEAST_CONTEXT = 64  # tokens of text that must fit in the draft model's context, besides drafts
 
 
 @dataclass(eq=False)
 class AlignedRow(ModelRow):
-    """What the drafter keeps of one row: pages of its own pool, and the text in both vocabularies."""
+    """One row's draft state: pages of its own pool, and the text in both vocabularies."""
 
-    text: TextRow | None = None  # None: nothing is drafted for it any more
-    unseen: list[int] = field(default_factory=list)  # target tokens behind those in `text`
+    text: TextRow | None = None  # None: given up, no more drafts
+    unseen: list[int] = field(default_factory=list)  # target tokens after those in `text`
 
     @property
     def num_ids(self) -> int:
-        """Target tokens of the text that it knows, the root among them once the round before has told it."""
+        """Known target tokens. The root is among them unless this is a first round."""
         return (len(self.text.ids) if self.text is not None else 0) + len(self.unseen)
 
     @property
     def last(self) -> int:
-        """The draft token behind which is drafted. Of an empty text there is none, but time is measured there."""
+        """The draft token to draft after. 0 for an empty text, which occurs when times are measured."""
         return self.text.drafts[-1] if self.text is not None and self.text.drafts else 0
 
     def keep(self, length: int) -> None:
-        """Keys and values of so many draft tokens stay; the others wait, but for the last, behind which is drafted."""
+        """Keep the keys and values of `length` draft tokens. The others are pending, except the last one."""
         drafts = self.text.drafts if self.text is not None else []
         self.own.length = max(min(length, len(drafts) - 1), 0)
-        self.waiting = drafts[self.own.length : -1]
+        self.pending = drafts[self.own.length : -1]
 
 
 class AlignedState(ModelState[AlignedRow]):
@@ -64,26 +63,26 @@ class AlignedState(ModelState[AlignedRow]):
 
     @property
     def lengths(self) -> list[int]:
-        return [row.target.length for row in self.rows]  # nothing of the drafter's is in the target's pages
+        return [row.target.length for row in self.rows]  # the drafter uses none of the target's pages
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         known, pool = self.rows[source], self.runner.pool
         copied = AlignedRow(pool.open_row(0), row, unseen=list(known.unseen))
         if known.text is not None:
             copied.text = known.text.copy()
-            # Pages are shared as far as neither will write to them again; what is not settled is read again.
+            # Only pages of settled tokens are shared, as neither row writes to them again.
             known.drop_drafts()
             known.keep(min(known.own.length, known.text.num_settled))
             try:
                 pool.copy(known.own, copied.own)
-            except NoRoomError:  # it reads all by itself, when there is room
+            except NoRoomError:  # the copy reads its text again when there is room
                 copied.own.length = 0
             copied.keep(copied.own.length)
         self.rows[target] = copied
 
 
 class OtherTokenizerDrafter(SmallModelDrafter):
-    """Drafts with a small model that has another vocabulary than the target. Its `levels` are of its own tokens."""
+    """Drafts with a small model of another vocabulary. `levels` gives its own tokens, `passes` the target's."""
 
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
@@ -91,8 +90,8 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         limit = self._max_length()
         require(
             limit is None or limit >= _LEAST_CONTEXT,
-            f"the draft model's context leaves room for {max(limit or 0, 0)} tokens of text beside {self.num_slots} "
-            "that are drafted: make the tree smaller, or take another model",
+            f"the draft model's context leaves room for {max(limit or 0, 0)} tokens of text besides {self.num_slots} "
+            "drafted ones: make the tree smaller, or use another model",
         )
 
     def with_settings(self, settings: TreeSettings) -> OtherTokenizerDrafter:
@@ -104,20 +103,22 @@ class OtherTokenizerDrafter(SmallModelDrafter):
 
     @property
     def num_beams(self) -> int:
-        return 0  # no pass expands what the first has brought
+        return 0  # there is only one pass
 
     @property
     def max_depth(self) -> int:
         return _TOKENS_PER_DRAFT * (self.settings.depth + 1)
 
     def _max_length(self) -> int | None:
-        """Tokens of a text that it can draft behind, within its context; None: any number."""
+        """The longest text, in draft tokens, that its context allows; None: any."""
         return None if self._max_positions is None else self._max_positions - self.num_slots
 
-    def _pages_beside(self, pool: PagePool) -> PagePool:
-        """As many as the target has: a text has about as many tokens in either vocabulary."""
+    def _new_runner(self, cache: KVCache) -> TargetRunner:
+        """A runner with a pool as large as the target's: texts have about as many tokens in either vocabulary."""
+        pool = cache.pool
         there, size = (pool.num_pages, {}) if pool.is_fixed else (None, {"first_pages": pool.num_pages + 1})
-        return PagePool(self.device, self._max_positions, there, pool.num_table_rows - 1, **size)
+        own = PagePool(self.device, self._max_positions, there, pool.num_table_rows - 1, **size)
+        return target_for(self.model, pool=own)
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
         runner = self._runner(cache)
@@ -136,14 +137,14 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         for number, row in enumerate(state.rows):
-            # Committed are the root, which it knows unless this was a first round without drafts, and what follows it.
+            # The root is known already unless this was a first round without drafts.
             new = [int(verified.tokens[number, 0]), *tokens[number]]
             known = row.num_ids - (row.target.length - len(new) + 1)
             if row.text is not None and known in (0, 1):
                 row.unseen += new[known:]
             else:
                 self._give_up(state, row)
-        behind = [row for row in state.rows if len(row.unseen) > small_model.MAX_WAITING]
+        behind = [row for row in state.rows if len(row.unseen) > small_model.MAX_PENDING]
         if behind:
             self._read_unseen(state, behind)
 
@@ -154,20 +155,20 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         for row, root in zip(state.rows, roots.tolist(), strict=True):
             if row.num_ids == row.target.length:
                 row.unseen.append(root)
-            elif row.num_ids != row.target.length + 1:  # others have read parts of its text
+            elif row.num_ids != row.target.length + 1:  # parts of its text were never passed to `read`
                 self._give_up(state, row)
         self._align(state, state.rows)
         rows = [number for number, row in enumerate(state.rows) if self._has_room(state, row)]
         tries = [TargetTrie() for _ in state.rows]
         if rows:
-            drafting = state.keeping(rows)
+            drafting = state.select(rows)
             for number, row, drafted in zip(rows, drafting.rows, self._drafted(drafting, keep == 1), strict=True):
                 assert row.text is not None
                 tries[number] = as_target_tokens(self._pair, row.text, drafted)
         yield _levels(tries, self.max_depth, keep)
 
     def _drafted(self, state: AlignedState, is_chain: bool) -> list[DraftedTree]:
-        """By row what is drafted, in the draft model's tokens."""
+        """By row, the tree of draft tokens."""
         trees = [DraftedTree() for _ in state.rows]
         roots = torch.tensor([row.last for row in state.rows])
         levels = self.levels(state, roots, 1 if is_chain else None)
@@ -176,7 +177,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             columns = (level.tokens, level.parents, level.path_probabilities)
             for tree, *new in zip(trees, *(column.tolist() for column in columns), strict=True):
                 first = len(tree.tokens)
-                tree.looked_ahead += range(first, first + len(new[0]), topk)  # a beam's children are likeliest first
+                tree.looked_ahead += range(first, first + len(new[0]), topk)  # each beam's likeliest child comes first
                 for known, more in zip((tree.tokens, tree.parents, tree.paths), new, strict=True):
                     known += more
             beams = level.path_probabilities.topk(topk, dim=1).values
@@ -188,10 +189,10 @@ class OtherTokenizerDrafter(SmallModelDrafter):
 
     def _read_unseen(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
         self._align(state, rows)
-        self._read_waiting(state, [row for row in rows if self._has_room(state, row)])
+        self._read_pending(state, [row for row in rows if self._has_room(state, row)])
 
     def _align(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
-        """Takes new text in. Of the keys and values those stay whose tokens are still the text's, drafted ones too."""
+        """Align new text. Keep keys and values of unchanged tokens, and of drafted ones that are now the text."""
         drafted: list[tuple[AlignedRow, list[int]]] = []
         for row in rows:
             if row.text is None:
@@ -199,7 +200,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             before = len(row.text.drafts)
             unchanged = row.text.extend(row.unseen) if row.unseen else before
             row.unseen = []
-            if row.tokens and 0 < unchanged == before:  # the last token, from which was drafted, is still there
+            if row.tokens and 0 < unchanged == before:  # the token drafted after is unchanged
                 drafted.append((row, row.path(row.text.drafts[before:])))
             row.own.length = min(row.own.length, unchanged)
             row.drop_drafts()
@@ -211,7 +212,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
                 row.keep(row.own.length)
 
     def _has_room(self, state: AlignedState, row: AlignedRow) -> bool:
-        """Whether the text, and what is to be drafted behind it, has its place in the context and in the pool."""
+        """Whether text and drafts fit in the context and in the pool. Gives up rows that outgrow the context."""
         if row.text is None:
             return False
         limit = self._max_length()
@@ -225,16 +226,16 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         return True
 
     def _give_up(self, state: AlignedState, row: AlignedRow) -> None:
-        """Drafts nothing for that row any more."""
-        row.text, row.unseen, row.waiting = None, [], []
+        """Stop drafting for this row, and release its pages."""
+        row.text, row.unseen, row.pending = None, [], []
         row.drop_drafts()
         row.own.length = 0
         state.runner.pool.trim(row.own, 0)
 
 
 def _levels(tries: Sequence[TargetTrie], max_depth: int, keep: int | None) -> list[Level]:
-    """The levels of several rows' trees, the likeliest nodes of each first; at least one, if only of padding."""
-    numbers = [{0: 0} for _ in tries]  # by row, the node numbers of what is kept
+    """The levels of several rows' trees, likeliest nodes first. There is at least one, if only of padding."""
+    numbers = [{0: 0} for _ in tries]  # by row, the numbers of the kept nodes
     levels: list[Level] = []
     num_before = 1
     for depth in range(1, max_depth + 1):

@@ -1,7 +1,7 @@
-"""What eager drafters share whose head feeds its own output back: a tree by beam search, a forward per depth.
+"""Base of the eager drafters whose head feeds its own output back: beam search, one forward for each depth.
 
-The head's KV cache holds one entry per token: the target's features of it with the embedding of the next. Drafted
-entries come after them, with the head's own outputs as features, and are dropped at the end of the round.
+An entry of the head's KV cache is made from the target's features of a token and the embedding of the next one. Drafted
+entries come after those of the text, with the head's own outputs as features.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from graft.tree.candidates import Level
 
 @dataclass(eq=False)
 class RecurrentRow(DraftRow):
-    """A row with the state that its first pass expands."""
+    """A row with the hidden state that the first pass expands."""
 
     hidden: Tensor = field(kw_only=True)  # [H] the head's output at the last entry
 
 
 class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
-    """Base of the drafters of such heads."""
+    """Drafts with a recurrent head, eagerly."""
 
     @abstractmethod
     def _likeliest(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         topk = min(self.settings.topk, keep or self.settings.topk)
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
-        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of beams, first the root alone
+        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of beams, at first of the root
         search = BeamSearch(batch, topk, keep, device)
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
         depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
@@ -73,14 +73,14 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         tokens: Tensor,  # [B, W]
         hidden: Tensor,  # [B, W, H]
         positions: Tensor,  # [B, W]
-        depths: Tensor,  # [U] of all drafted entries, of which these are the last
+        depths: Tensor,  # [U] of all drafted entries, these last
         seen: Tensor,  # [B, W, U] which of them each sees
     ) -> Tensor:
-        """Outputs [B, W, H] of drafted entries, which come behind those of earlier passes."""
+        """Outputs [B, W, H] of new drafted entries, written after those of earlier passes."""
         batch, width = tokens.shape
         before = len(depths) - width
         places = [(row, row.length + before + place) for row in state.rows for place in range(width)]
-        cache = self.writing_at(state.pool, places)
+        cache = self.cache_writing_at(state.pool, places)
         keys = [
             RowKeys(row.row, row.length, depths, own, tokens.device) for row, own in zip(state.rows, seen, strict=True)
         ]

@@ -1,7 +1,7 @@
-"""A small model as drafter: a causal model with the target's vocabulary grows a tree by beam search, a step per depth.
+"""A small causal model with the target's vocabulary as drafter: beam search, one step for each depth.
 
-It reads tokens, none of the target's hidden states. A runner of its own runs it, whose keys and values lie in the
-target's pages: what rows share, copy, keep and give back is shared, copied, kept and given back for both models.
+It reads tokens, not the target's hidden states. It has a runner of its own, whose keys and values are in the target's
+pages. So pages are shared, copied and released for both models at once.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.model import Chunk, KVCache, PagePool, Row, TargetRunner, VerifyOutput, target_for
+from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 
-MAX_WAITING = 256  # tokens of a row that wait for a draft; then they are read without one
-_MAX_STEP = 512  # tokens of a step of several rows: their logits, of the whole vocabulary, take memory
+MAX_PENDING = 256  # tokens of a row that may wait for the next draft pass
+_MAX_STEP = 512  # tokens of a step of several rows: logits of the whole vocabulary take memory
 
 
 @dataclass(eq=False)
 class ModelRow:
-    """What the drafter keeps of one row. Its tokens read and those that wait are the target's committed ones."""
+    """One row's draft state. Tokens read and pending tokens together are the target's committed ones."""
 
-    own: Row  # the target's line and pages, with the length that the draft model has read
-    target: Row  # as long as it lives, so do its pages
-    waiting: list[int] = field(default_factory=list)  # tokens behind them that it has not read yet
-    # What this round's passes have run, the root first, then beams; parents are places in the same lists.
+    own: Row  # the target's pages, with the length that the draft model has read
+    target: Row  # keeps the pages alive
+    pending: list[int] = field(default_factory=list)  # committed tokens that it has not read yet
+    # What this round's passes have run: the root, then beams. Parents are places in these lists.
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> Self:
-        return cls(Row(row.block_table_row, row.pages, length), row, list(waiting))
+    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
+        return cls(Row(row.block_table_row, row.pages, length), row, list(pending))
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Places of the drafted nodes below the root that spell these tokens, as far as there are such."""
+        """Places of the drafted path with these tokens, as far as it was drafted."""
         children = {node: place for place, node in enumerate(zip(self.parents, self.tokens, strict=True))}
         path, node = list[int](), 0
         for token in tokens:
@@ -70,24 +70,24 @@ class ModelState(Generic[R]):
     def lengths(self) -> list[int]:
         return [row.own.length for row in self.rows]
 
-    def keeping(self, rows: Sequence[int]) -> Self:
+    def select(self, rows: Sequence[int]) -> Self:
         return replace(self, rows=[self.rows[row] for row in rows])
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         known = self.rows[source]
-        self.rows[target] = type(known).of(row, known.own.length, known.waiting)
+        self.rows[target] = type(known).of(row, known.own.length, known.pending)
 
-    def joining(self, other: Self) -> Self:
+    def concat(self, other: Self) -> Self:
         return replace(self, rows=self.rows + other.rows)
 
 
-class SmallModelDrafter(LevelByLevel):
-    """Drafts with a small model, on any device that can run it as a target."""
+class SmallModelDrafter(OnDemand, LevelByLevel):
+    """Drafts with a small model."""
 
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, settings: TreeSettings | None = None) -> None:
-        """vocab_size: of the target. Where one of the two has more tokens, those that both have are drafted."""
+        """vocab_size: of the target. Only tokens of both vocabularies are drafted."""
         check_supported(model)
         self.model = model
         self.settings = settings or TreeSettings()
@@ -124,11 +124,11 @@ class SmallModelDrafter(LevelByLevel):
         return sum(runner.num_setups for runner in self._runners)
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
-        # A row whose beginning was known to others has their keys and values of it, of both models.
+        # A prefix from the prefix cache has keys and values of both models.
         return ModelState(self._runner(cache), [ModelRow.of(row, row.length) for row in cache.rows])
 
     def _runner(self, cache: KVCache) -> TargetRunner:
-        """The draft model's runner beside the pool of a target's cache."""
+        """The draft model's runner for the pool of a target's cache."""
         pool = cache.pool
         with pool.lock:
             runner: TargetRunner | None = pool.guests.get(self)
@@ -139,11 +139,7 @@ class SmallModelDrafter(LevelByLevel):
             return runner
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
-        return target_for(self.model, pool=self._pages_beside(cache.pool))
-
-    def _pages_beside(self, pool: PagePool) -> PagePool:
-        """Where its keys and values are: in the target's pages, as its tokens are the same."""
-        return pool
+        return target_for(self.model, pool=cache.pool)
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         runner = self._runner(target.cache_of([]))
@@ -153,8 +149,8 @@ class SmallModelDrafter(LevelByLevel):
 
     def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         own = state.rows[row]
-        own.waiting += verified.tokens[0].tolist()
-        self._read_waiting(state, [own])
+        own.pending += verified.tokens[0].tolist()
+        self._read_pending(state, [own])
 
     def learn(
         self,
@@ -166,25 +162,16 @@ class SmallModelDrafter(LevelByLevel):
         drafted: list[tuple[ModelRow, list[int]]] = []
         for number, (row, path) in enumerate(zip(state.rows, nodes, strict=True)):
             committed = verified.tokens[number, [0, *path]].tolist()
-            if row.tokens:  # the root and what follows it were run: their keys and values stay
+            if row.tokens:  # keys and values of the root and the drafted path stay
                 drafted.append((row, row.path(committed[1:])))
                 committed = committed[1 + len(drafted[-1][1]) :]
-            row.waiting += committed
+            row.pending += committed
             row.drop_drafts()
         if drafted:
             cache = state.runner.cache_of([row.own for row, _ in drafted])
             state.runner.commit(cache, [path for _, path in drafted])
-        if max(len(row.waiting) for row in state.rows) > MAX_WAITING:
-            self._read_waiting(state, state.rows)
-
-    def num_prefetched(self, state: ModelState) -> int:
-        return 0
-
-    def draft_ahead(self, state: ModelState[Any], verified: VerifyOutput, chosen: Tensor) -> None:
-        """Does nothing: passes run one by one, on demand."""
-
-    def gather_ahead(self, state: ModelState[Any], verified: VerifyOutput) -> None:
-        """Does nothing: it needs no more than the tokens, which `learn` has."""
+        if max(len(row.pending) for row in state.rows) > MAX_PENDING:
+            self._read_pending(state, state.rows)
 
     @torch.no_grad()
     def levels(
@@ -196,7 +183,7 @@ class SmallModelDrafter(LevelByLevel):
         likeliest = self._run_roots(state, known, topk)
         tokens = torch.tensor(known)[:, None]  # [B, N] run so far
         parents = torch.zeros_like(tokens)  # [B, N] their places
-        first = 0  # place of the beams expanded last, at first the root
+        first = 0  # place of the first of the beams expanded last; at first the root
         while True:
             yield search.level(*likeliest).to_host()
             beams, origin = (part.cpu() for part in search.expand())
@@ -206,25 +193,24 @@ class SmallModelDrafter(LevelByLevel):
             likeliest = self._run_beams(state, tokens, parents, first, topk)
 
     def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
-        """Reads what waits, and runs the roots in the same step. The likeliest tokens after them, [B, 1, topk]."""
+        """Read pending tokens and run the roots, in one step: the likeliest tokens after the roots, [B, 1, topk]."""
         found = []
-        counts = [len(row.waiting) + 1 for row in state.rows]
+        counts = [len(row.pending) + 1 for row in state.rows]
         for group in _groups(counts):
             rows = [state.rows[number] for number in group]
             ends = [roots[number] for number in group]
-            chunks = [Chunk(row.own, [*self._known(row.waiting), root]) for row, root in zip(rows, ends, strict=True)]
+            chunks = [Chunk(row.own, [*self._known(row.pending), root]) for row, root in zip(rows, ends, strict=True)]
             _, read = state.runner.step(None, None, chunks)
             found.append(self._likeliest(read[0].logits, torch.stack([part.index[0, -1:] for part in read]), topk))
             for row, root in zip(rows, ends, strict=True):
-                row.own.length -= 1  # the root's keys and values are there, but it is not committed yet
-                row.waiting, row.tokens, row.parents = [], [root], [0]
+                row.own.length -= 1  # the root is run, but not committed yet
+                row.pending, row.tokens, row.parents = [], [root], [0]
         return _joined(found)
 
     def _run_beams(
         self, state: ModelState[Any], tokens: Tensor, parents: Tensor, first: int, topk: int
     ) -> tuple[Tensor, Tensor]:
-        """Runs drafted trees [B, N], of which nodes before `first` were run with earlier passes. The likeliest tokens
-        after the others, [B, N - first, topk]."""
+        """Run nodes from `first` on of drafted trees [B, N]: the likeliest tokens after them, [B, N - first, topk]."""
         found, runner = [], state.runner
         for group in _groups([tokens.shape[1]] * len(tokens)):
             own = tokens[group]
@@ -237,29 +223,29 @@ class SmallModelDrafter(LevelByLevel):
             row.tokens, row.parents = run
         return _joined(found)
 
-    def _read_waiting(self, state: ModelState[Any], rows: Sequence[ModelRow]) -> None:
-        """Reads what waits, in several steps if it is much."""
+    def _read_pending(self, state: ModelState[Any], rows: Sequence[ModelRow]) -> None:
+        """Read pending tokens, in several steps if there are many."""
         most = state.runner.chunk_size
-        while rows := [row for row in rows if row.waiting]:
-            for group in _groups([min(len(row.waiting), most) for row in rows]):
+        while rows := [row for row in rows if row.pending]:
+            for group in _groups([min(len(row.pending), most) for row in rows]):
                 some = [rows[number] for number in group]
-                state.runner.step(None, None, [Chunk(row.own, self._known(row.waiting[:most])) for row in some])
+                state.runner.step(None, None, [Chunk(row.own, self._known(row.pending[:most])) for row in some])
                 for row in some:
-                    del row.waiting[:most]
+                    del row.pending[:most]
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens as it reads them: one beyond its vocabulary is read as another, as there is none for it."""
+        """Tokens as it reads them: one beyond its vocabulary is read as token 0."""
         return [token if token < self._num_known else 0 for token in tokens]
 
     def _likeliest(self, logits: Tensor, index: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """Of logits [T, V] at `index` [B, F]: the `topk` likeliest tokens [B, F, topk] and their probabilities."""
+        """The likeliest tokens [B, F, topk] by logits [T, V] at `index` [B, F], and their probabilities."""
         own = logits[index.to(logits.device), : self._num_drafted]
         q, tokens = own.softmax(dim=-1).topk(topk, dim=-1)
         return tokens, q
 
 
 def _groups(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of rows with so many tokens each, together no more than a step is to have; a row at least."""
+    """Split rows with these numbers of tokens into groups, each for one step."""
     group, total = list[int](), 0
     for number, count in enumerate(counts):
         if group and total + count > _MAX_STEP:
@@ -271,7 +257,7 @@ def _groups(counts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """What several steps have given, by row."""
+    """The results of several steps, by row."""
     tokens, q = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(q)
 
@@ -283,16 +269,16 @@ def shares_vocabulary(
     tokenizer: Any | None = None,
     target_tokenizer: Any | None = None,
 ) -> bool:
-    """Whether a token id means the same to a draft model, called `name`, and to its target.
+    """Whether token ids mean the same to the draft model `name` and to its target.
 
-    One may have more tokens at the end. Without both tokenizers the output layers have to be of the same size.
+    One may have more tokens at the end. Without both tokenizers the output layers must be of the same size.
     """
     if tokenizer is None or target_tokenizer is None:
         own, its = TargetRunner(model).vocab_size, TargetRunner(target).vocab_size
         require(
             own == its,
-            f"{name} has {own:,} tokens and the target {its:,}, and there are no tokenizers to tell whether the first "
-            "are the same: name both models, or pass the tokenizers of those in memory",
+            f"{name} has {own:,} tokens and the target {its:,}, and without tokenizers they cannot be compared: "
+            "name both models, or pass the tokenizers of those in memory",
         )
         return True
     own_tokens, its_tokens = (

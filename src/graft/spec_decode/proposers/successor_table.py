@@ -1,9 +1,8 @@
-"""SuccessorTable: the target's top-k successors of a token, or of an n-gram, when it last verified it.
+"""SuccessorTable: the target's top-k successors of an n-gram, from when it was last verified.
 
-Order 1 is the adjacency matrix, a row a token. Higher orders are hash tables: an n-gram's hash names its row, and is
-kept there as a tag, so that another n-gram on the same row is told apart. Where texts must not learn from each other,
-order 1 is hashed too, and the hashes include a salt of each text or owner; entries under salt 0 serve all. Memory is
-fixed.
+Order 1 is the adjacency matrix, one row for each token. Higher orders are hash tables of fixed size: the hash of an
+n-gram gives its row, and is kept there as a tag that tells collisions. For isolated texts order 1 is hashed too, and
+hashes include a salt of the text or owner. Entries under salt 0 serve all texts.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from graft.spec_decode.proposers.base import TargetTopK
 from graft.tree.candidates import address_of
 from graft.tree.native import TableStruct, native, plain
 
-COLD = -1  # in place of a successor: the n-gram was never verified
+COLD = -1  # instead of a successor: the n-gram was never verified
 ISOLATED_ROWS = 1 << 20  # rows of each table where texts are isolated
-# Hash factors of the last token, the one before, the one before that, and the salt. A row is the high bits of the sum
-# of products: cheap, and as good as random for such keys.
+# Hash factors of the last three tokens, latest first, and of the salt. The row is the high bits of the sum of products.
 _FACTORS = mix64(torch.arange(4)) | 1
 
 
 class SuccessorTable:
-    """A table M[rows, k] of successors, likeliest first: token id and score bucket of its share in one number."""
+    """Successors [rows, k], likeliest first. A number holds the token id and the score bucket of its probability."""
 
     def __init__(self, order: int, num_rows: int, hashed: bool = True, isolated: bool = False) -> None:
-        """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size.
+        """num_rows: a power of two if `hashed`, else the vocabulary size (order 1 only).
 
-        isolated: of a hashed table, whether texts look up entries under their own salt before those of all.
+        isolated: of a hashed table, look up entries under the text's own salt before those of salt 0.
         """
         self.order = order
         self._is_isolated = isolated
@@ -58,7 +56,7 @@ class SuccessorTable:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The rows that were written: a few thousand of many."""
+        """The rows that were written."""
         rows = (self._entries[:, 0] != COLD).nonzero().squeeze(1)
         held = {"rows": rows.int(), "entries": self._entries[rows]}
         return held | ({"tags": self._tags[rows]} if self._is_hashed else {})
@@ -70,15 +68,15 @@ class SuccessorTable:
             return
         library: Any = native()
         rows, entries = plain(state["rows"].cpu()), plain(state["entries"].cpu(), torch.int32)
-        tags = plain(state["tags"].cpu()) if "tags" in state else None  # none: a row was a token
+        tags = plain(state["tags"].cpu()) if "tags" in state else None  # none: a row is a token
         if entries.dim() != 2 or any(part.shape != entries.shape[:1] for part in (rows, tags) if part is not None):
-            raise ValueError("a table's rows, tags and entries are not of one length")
+            raise ValueError("the rows, tags and entries of a table differ in length")
         addresses = (rows.data_ptr(), None if tags is None else tags.data_ptr(), entries.data_ptr())
         library.graft_restore(byref(self.struct()), *entries.shape, *addresses)
 
 
 class SuccessorTables:
-    """Tables of several orders, the longest first: the first that has a node's n-gram gives its successors."""
+    """Tables of several orders, longest first. The first that has a node's n-gram gives its successors."""
 
     num_successors = NUM_SUCCESSORS
 
@@ -91,9 +89,9 @@ class SuccessorTables:
         return (TableStruct * len(self.tables))(*(table.struct() for table in self.tables))
 
     def learn(self, top_k: TargetTopK) -> None:
-        """Writes the successors of every n-gram to all tables.
+        """Write the successors of every n-gram to all tables.
 
-        Where an n-gram occurs several times, the likeliest node's stay, or in a chunk of text the last occurrence's.
+        If an n-gram occurs several times, the likeliest node's successors stay; in a chunk of text, the last ones.
         """
         library: Any = native()
         successors, logits = top_k.successors, top_k.logits
@@ -115,5 +113,5 @@ class SuccessorTables:
 
 
 def adjacency_table(vocab_size: int, isolated: bool) -> SuccessorTable:
-    """The adjacency matrix: a row a token, or hashed where texts are isolated."""
+    """The adjacency matrix: one row for each token, or hashed if texts are isolated."""
     return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, hashed=isolated, isolated=isolated)

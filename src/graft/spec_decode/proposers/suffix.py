@@ -1,8 +1,8 @@
 """SuffixLookup: proposes what followed the longest earlier occurrences of the text's end.
 
-It searches the text itself, finished texts (all of them or, where texts are isolated, the owner's), and the other
-answers to the same prompt that are decoded beside it; at the root and below the likeliest drafted nodes: with a drafted
-token the end may match where the text alone does not.
+It searches the text itself, finished texts (of all owners or, if texts are isolated, of the same one), and other
+answers to the same prompt in the batch. It looks up the root and the likeliest drafted nodes: with a drafted token the
+end may match where the text alone does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graft.tree.native import IndexStruct, ScaleStruct, native
 
 _MAX_MATCH = 24
 _MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # lower bounds of the score buckets' match lengths
-_SHARES = (0.0, 0.3, 0.6, 0.9)  # and of their shares among the occurrences that go on to the same parent
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # and of their share of the occurrences that reach the parent
 _SCALE = ScaleStruct(
     _MAX_MATCH,
     len(_MATCHES),
@@ -33,12 +33,12 @@ _SCALE = ScaleStruct(
     (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
     (ctypes.c_double * len(_SHARES))(*_SHARES),
 )
-MAX_PAST_TOKENS = 200_000  # of all finished texts together
-_MAX_OWNERS = 256  # whose finished texts are kept, where they are kept apart
+MAX_PAST_TOKENS = 200_000  # of all finished texts fuse_parameters
+_MAX_OWNERS = 256  # with finished texts of their own, if texts are isolated
 
 
 class SuffixIndex:
-    """An index of texts by pairs of tokens; the oldest texts are dropped above `max_tokens` tokens."""
+    """Index of texts by pairs of tokens. The oldest texts are dropped above `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         library: Any = native()
@@ -61,7 +61,7 @@ class SuffixIndex:
         return [tokens[a:b].tolist() for a, b in pairwise(places)]
 
     def begin(self) -> None:
-        """Starts a new text: no match and no continuation reaches over its start."""
+        """Start a new text. Matches and continuations do not cross its start."""
         self._native.graft_index_begin(self.address)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class SuffixIndex:
 
 
 def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
-    """Extends the last text of each index by its own tokens, all in one call."""
+    """Extend the last text of each index, in one call."""
     library: Any = native()
     counts, tokens = array("q", map(len, texts)), array("i")
     for text in texts:
@@ -81,22 +81,22 @@ def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], m
 
 
 class _Rows:
-    """The indices of texts that are decoded together, as long as they are the same texts."""
+    """The indices of the texts of a batch."""
 
     def __init__(self, histories: Sequence[History], indices: list[SuffixIndex], groups: Sequence[int | None]) -> None:
-        """groups: of the texts; those of one see each other."""
+        """groups: texts of the same group see each other."""
         self.numbers, self._indices = [history.number for history in histories], indices
         self.beside = _beside(histories, indices, groups)
         self.addresses = array("q", [index.address for index in indices])
         self._lengths = [len(index) for index in indices]
 
     def extend(self, histories: Sequence[History]) -> None:
-        """Adds what is new of the texts."""
+        """Add new tokens of the texts."""
         lengths = [len(history.ids) for history in histories]
         if lengths != self._lengths:
             texts = [history.ids[known:] for history, known in zip(histories, self._lengths, strict=True)]
             extend_all(self._indices, texts)
-            self._lengths = list(map(max, lengths, self._lengths))  # one that has ended may lose what it held back
+            self._lengths = list(map(max, lengths, self._lengths))  # a finished text may have been cut
 
 
 def _beside(histories: Sequence[History], indices: Sequence[SuffixIndex], groups: Sequence[int | None]) -> Beside:
@@ -113,10 +113,10 @@ def _beside(histories: Sequence[History], indices: Sequence[SuffixIndex], groups
 
 
 class SuffixLookup:
-    """A retriever of what followed the longest matches, first in the text itself, then in other texts."""
+    """Retriever of what followed the longest matches, first in the text itself, then in other texts."""
 
     names: tuple[str, ...] = ("suffix", "past")
-    # Longer matches are surer, and so are tokens that all occurrences agree on.
+    # Longer matches are likelier to be accepted, and so are tokens that all occurrences agree on.
     prior = torch.tensor(
         [[(0.35 + 0.6 * i / 7) * agreed for i in range(len(_MATCHES)) for agreed in (0.25, 0.5, 0.75, 1.0)]] * 2
     )
@@ -125,35 +125,33 @@ class SuffixLookup:
         self,
         depth: int = 32,
         num_nodes: int = 40,  # of the subtree at one node
-        num_drafted: int = 10,  # drafted nodes that are looked up beside the root
+        num_drafted: int = 10,  # drafted nodes to look up, besides the root
         max_past_tokens: int = MAX_PAST_TOKENS,
-        keep_past: bool = True,  # finished texts help later ones
-        isolated: bool = False,  # those of their owner alone
+        keep_past: bool = True,  # look up finished texts
+        isolated: bool = False,  # only those of the same owner
     ) -> None:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._last = _Rows([], [], [])  # of the last round
         self._max_past_tokens = max_past_tokens
-        self._past = SuffixIndex(max_past_tokens)  # for all
+        self._past = SuffixIndex(max_past_tokens)  # of all owners
         self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, the least recently extended first
         self._keeps_past, self._is_isolated = keep_past, isolated
         self.common: tuple[str, ...] = ("past",) if keep_past and not isolated else ()
 
     def propose(
-        self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
+        self, candidates: Candidates, histories: Sequence[History], first: int, acceptance_probs: Tensor, max_depth: int
     ) -> None:
         rows = self._rows_of(histories)
         rows.extend(histories)
         most = candidates.most_nodes
         num_places, num_nodes = min(self._num_drafted, max(most // 4, 1)), min(self._num_nodes, most)
         limits = (num_places, max_depth, self._depth, num_nodes)
-        past = array("q", [self._past.address]) * len(histories)
-        if self._is_isolated:
-            past = array("q", [self._past_for(history).address for history in histories])
-        candidates.attach_copies(rows.addresses, past, rows.beside, _SCALE, first, chances, *limits)
+        past = array("q", [self._past_for(history).address for history in histories])
+        candidates.attach_copies(rows.addresses, past, rows.beside, _SCALE, first, acceptance_probs, *limits)
 
     def learn(self, top_k: TargetTopK) -> None:
-        """Nothing to do: texts are taken from their histories."""
+        """Nothing to do: tokens come from the histories."""
 
     def finish(self, history: History) -> None:
         if not self._keeps_past or (self._is_isolated and history.owner is None):
@@ -169,7 +167,7 @@ class SuffixLookup:
             self._pasts.popitem(last=False)
 
     def state(self) -> dict[str, Tensor]:
-        """The finished texts that serve all; those of one owner alone are not saved."""
+        """The finished texts that serve all. Texts of isolated owners are not saved."""
         texts = self._past.texts
         tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
@@ -187,7 +185,7 @@ class SuffixLookup:
     def _past_for(self, history: History) -> SuffixIndex:
         """The index of finished texts that a text may see."""
         if not self._is_isolated or history.owner is None:
-            return self._past  # where texts are isolated, only restored ones, which serve all
+            return self._past  # with isolated texts these are restored ones, which serve all
         return self._pasts.get(history.owner, self._past)
 
     def _has_too_many_owners(self) -> bool:
@@ -196,13 +194,13 @@ class SuffixLookup:
     def _rows_of(self, histories: Sequence[History]) -> _Rows:
         numbers = [history.number for history in histories]
         if numbers != self._last.numbers:
-            # Where texts are isolated, a group's may be nobody's: then they are kept apart as well.
+            # If texts are isolated, those of a group without an owner do not see each other.
             groups = [None if self._is_isolated and each.owner is None else each.group for each in histories]
             self._last = _Rows(histories, [self._index(history) for history in histories], groups)
         return self._last
 
     def _index(self, history: History) -> SuffixIndex:
-        """The index of a text's own tokens, as far as they were added."""
+        """The index of a text's own tokens."""
         index = self._own.get(history)
         if index is None:
             index = self._own[history] = SuffixIndex()

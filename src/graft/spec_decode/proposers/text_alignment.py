@@ -1,6 +1,6 @@
-"""Text between two vocabularies: a target's text in a draft model's tokens, and drafted text in the target's tokens.
+"""Text between two vocabularies: the target's text in draft tokens, and drafted text in target tokens.
 
-Tokenizers alone; models, caches and rounds are in `other_tokenizer`. Whatever the text, nothing here fails: what cannot
+Only tokenizers are used here; models, caches and rounds are in `other_tokenizer`. No text raises an error: what cannot
 be aligned is not proposed.
 """
 
@@ -15,44 +15,49 @@ from tokenizers import Tokenizer
 
 from graft.settings import require
 
-UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
-_MAX_PENDING = 4  # tokens at a text's end that may be bytes of one character
-_CONTEXT = 8  # tokens decoded along, so that word-initial spaces come out as they would mid-text
-_WINDOWS = (12, 6, 3, 1)  # target tokens that are tokenized again with what was drafted; the first that comes out alike
-_MAX_OPEN = 96  # draft tokens that are tokenized again with new text; then the first of them are settled
-_KEPT_OPEN = 32  # of them that stay open, about
-_MIN_AGREED = 8  # tokens that the text gives alike from its last settled place and from a later one, at least
-_MAX_TEXTS = 16  # drafted texts of a row that are tokenized, the likeliest: more would cost more than they bring
+UNFINISHED = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
+_MAX_PENDING = 4  # tokens at the end of a text that may be bytes of one character
+_CONTEXT = 8  # tokens to decode before new ones, so that spaces between words come out right
+_WINDOWS = (
+    12,
+    6,
+    3,
+    1,
+)  # target tokens to tokenize again with drafted text; the first that gives the same tokens
+_MAX_OPEN = 96  # draft tokens to tokenize again with new text, at most; then the first of them are settled
+_KEPT_OPEN = 32  # about how many then stay open
+_MIN_AGREED = 8  # least tokens that must agree between two starts of tokenizing, to settle at the later one
+_MAX_TEXTS = 16  # drafted texts of a row to tokenize, the likeliest; more do not pay
 _SAMPLES = ("Hello, world! It's 12 + 30 = 42.", "def f(x):\n    return x  # Two\n\nA b C")
 
 
 class Vocabulary:
-    """A tokenizer that adds nothing to a text, cuts nothing off it, and belongs to nobody else."""
+    """A private copy of a tokenizer that adds nothing to a text and cuts nothing off."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """name: whose it is. A GraftError unless it can tell where in a text its tokens are and gives text back."""
+        """name: the model's. A GraftError unless it is a fast tokenizer that restores text."""
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         require(
             isinstance(backend, Tokenizer),
             f"{name} has another vocabulary, and no fast tokenizer (tokenizer.json) by which to compare texts",
         )
-        self._tokenizer = Tokenizer.from_str(backend.to_str())  # the original may be encoding in another thread
+        self._tokenizer = Tokenizer.from_str(backend.to_str())  # other threads may use the original
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # some cut spaces off the tokens' places
+        self._tokenizer.post_processor = None  # some cut spaces off the offsets
         for text in _SAMPLES:
             back = self.decode(self.encode(text))
             require(
                 back == text,
-                f"the tokenizer of {name} does not give text back ({text!r} becomes {back!r}), so a model with another "
-                "vocabulary cannot draft by text",
+                f"the tokenizer of {name} does not restore text ({text!r} becomes {back!r}), so a model with another "
+                "vocabulary cannot be used",
             )
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.specials = {
             number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.start = self._start(tokenizer)  # tokens that a text begins with
+        self.start = self._start(tokenizer)  # special tokens that begin a text
 
     def _start(self, tokenizer: Any) -> list[int]:
         plain, whole = self.encode("a"), list(tokenizer.encode("a"))
@@ -63,13 +68,12 @@ class Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Of each text its tokens, and the place in the text where each of them ends."""
+        """Of each text the tokens, and where in the text each of them ends."""
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(each.ids, [end for _, end in each.offsets]) for each in found]
 
     def context(self, ids: Sequence[int]) -> list[int]:
-        """The last few of these tokens, from the beginning of a character on: what is decoded with them comes out as it
-        would behind all."""
+        """The last few tokens, from the start of a character. New tokens decode after them as after the whole text."""
         for count in range(_CONTEXT, _CONTEXT + _MAX_PENDING):
             context = list(ids[-count:])
             if not self.decode(context).startswith(UNFINISHED):
@@ -86,7 +90,7 @@ class VocabularyPair:
 
     draft: Vocabulary
     target: Vocabulary
-    textless: frozenset[int] = field(init=False)  # draft tokens that are no text to the target: drafts end there
+    textless: frozenset[int] = field(init=False)  # special draft tokens that the target does not have: drafts end there
 
     def __post_init__(self) -> None:
         common = set(self.target.specials.values())
@@ -97,19 +101,19 @@ class VocabularyPair:
 class TextRow:
     """One row's text, in the tokens of both vocabularies.
 
-    Of the draft tokens the first are settled: whatever follows, they stay. The others are made anew with every piece of
-    text, from a window of it that begins some tokens before them.
+    The first draft tokens are settled: later text does not change them. The others are open, and are tokenized again
+    with every new piece of text, from a window that begins some tokens before them.
     """
 
     def __init__(self, pair: VocabularyPair) -> None:
         self._pair = pair
         self.ids: list[int] = []  # target tokens
-        self.drafts = list(pair.draft.start)  # draft tokens of the same text, but for an unfinished character
+        self.drafts = list(pair.draft.start)  # draft tokens of the same text, without an unfinished character
         self.num_settled = len(self.drafts)
-        self._first = 0  # 1 where the first token begins any text, as the draft tokens do in their own way
-        self._num_decoded = 0  # target tokens whose text is in them
-        self._window = ""  # the text that is tokenized anew
-        self._skipped = 0  # tokens that the window begins with and that are settled
+        self._first = 0  # 1 if the first target token is bos; `drafts` have their own start
+        self._num_decoded = 0  # target tokens whose text is in the drafts
+        self._window = ""  # the text to tokenize again
+        self._skipped = 0  # settled tokens at the start of the window
 
     def copy(self) -> TextRow:
         other = copy.copy(self)
@@ -117,7 +121,7 @@ class TextRow:
         return other
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Adds target tokens; returns how many of the draft tokens, from the first on, are what they were."""
+        """Add target tokens. Returns how many of the first draft tokens are unchanged."""
         if not self.ids and tokens and tokens[0] == self._pair.target.bos:
             self._first = self._num_decoded = 1
         self.ids += tokens
@@ -125,7 +129,7 @@ class TextRow:
         return self._tokenize()
 
     def _take_text(self) -> str:
-        """Text of the tokens since the last time, without a character at the end that is not whole yet."""
+        """The text of new tokens, without an unfinished character at the end."""
         decode, ids = self._pair.target.decode, self.ids
         done, end = self._num_decoded, len(self.ids)
         context = self._pair.target.context(ids[max(self._first, done - _CONTEXT - _MAX_PENDING) : done])
@@ -134,7 +138,7 @@ class TextRow:
         while text.endswith(UNFINISHED) and end > max(done, len(ids) - _MAX_PENDING):
             end -= 1
             text = decode(ids[first:end])
-        if text.endswith(UNFINISHED) and end > done:  # no character is so long: there is one that never will be whole
+        if text.endswith(UNFINISHED) and end > done:  # longer than any character: it will never be complete
             end = len(ids)
             text = decode(ids[first:end])
         known = decode(context) if end > done else text
@@ -151,21 +155,21 @@ class TextRow:
         return unchanged
 
     def _settle(self, tokens: Sequence[int]) -> None:
-        """Moves the window on, to where its tokens are what they are from its present beginning."""
+        """Advance the window to a start that gives the same tokens."""
         begin = len(self._window) - len(self._window) * _KEPT_OPEN // len(tokens)
         later = self._pair.draft.encode(self._window[begin:])
         agreed = _num_equal(tokens[self._skipped :][::-1], later[::-1])
         if agreed >= _MIN_AGREED:
-            num_open = agreed - _MIN_AGREED // 2  # so that they agree before that place too
+            num_open = agreed - _MIN_AGREED // 2  # so that some agree before that place too
             self._window, self._skipped = self._window[begin:], len(later) - num_open
             self.num_settled = len(self.drafts) - num_open
-        elif len(tokens) > 4 * _MAX_OPEN:  # text like no other: nowhere do the tokens agree
+        elif len(tokens) > 4 * _MAX_OPEN:  # the tokens agree nowhere: start again after them
             self._window, self._skipped, self.num_settled = "", 0, len(self.drafts)
 
     def end(self) -> tuple[str, list[int], list[int]] | None:
-        """The end of the text, its target tokens, and those behind it that are an unfinished character.
+        """The end of the text, its target tokens, and the tokens of an unfinished character after it.
 
-        None if the target's tokenizer would not have written that end so.
+        None if the target's tokenizer would tokenize that end differently.
         """
         decode, encode, ids = self._pair.target.decode, self._pair.target.encode, self.ids
         done, pending = self._num_decoded, self.ids[self._num_decoded :]
@@ -175,19 +179,19 @@ class TextRow:
             window = ids[max(done - count, self._first) : done]
             text = decode(window)
             tokens = encode(text)
-            if _num_equal(tokens[::-1], window[::-1]) > len(window) // 2:  # the first ones may be cut
+            if _num_equal(tokens[::-1], window[::-1]) > len(window) // 2:  # the first ones may be cut characters
                 return text, tokens, pending
         return None
 
 
 @dataclass
 class DraftedTree:
-    """Tokens that a draft model has drafted behind one row's text. Node 0 is the text's last token."""
+    """Tokens drafted after one row's text. Node 0 is the text's last token."""
 
     tokens: list[int] = field(default_factory=lambda: [0])
     parents: list[int] = field(default_factory=lambda: [0])
-    paths: list[float] = field(default_factory=lambda: [1.0])  # probability of the path down to the node
-    looked_ahead: list[int] = field(default_factory=list)  # of each expanded node its likeliest child
+    paths: list[float] = field(default_factory=lambda: [1.0])  # path probability
+    looked_ahead: list[int] = field(default_factory=list)  # the likeliest child of each expanded node
 
     def path(self, node: int) -> list[int]:
         path = []
@@ -197,9 +201,9 @@ class DraftedTree:
         return path[::-1]
 
     def leaves(self) -> list[int]:
-        """The ends of the likeliest texts: nodes that were expanded last, each with what would follow it.
+        """The ends of the likeliest texts: the likeliest children of the nodes expanded last.
 
-        What follows tells where the last token before it ends.
+        A child is included because it shows where its parent's text ends.
         """
         expanded = {self.parents[node] for node in self.looked_ahead}
         leaves = [node for node in self.looked_ahead if node not in expanded]
@@ -213,14 +217,14 @@ class TargetTrie:
     tokens: list[int] = field(default_factory=lambda: [0])
     parents: list[int] = field(default_factory=lambda: [0])
     depths: list[int] = field(default_factory=lambda: [0])
-    paths: list[float] = field(default_factory=lambda: [1.0])  # probability of the path down to the node
+    paths: list[float] = field(default_factory=lambda: [1.0])  # path probability
 
 
 def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -> TargetTrie:
-    """What was drafted, in target tokens: those that the target's tokenizer makes of the text and the drafts behind it.
+    """The drafted texts in target tokens, as the target's tokenizer writes them after the text.
 
-    A node's probability is that of the drafts which its text needs. The last token of a text is left out, as what
-    follows may change it, unless it is a special token or the draft ends there.
+    A node's probability is the sum over the drafted nodes that complete it. The last token of a text is left out, as
+    later text may change it, unless it is a special token or the draft ends there.
     """
     trie, end = TargetTrie(), row.end()
     if end is None:
@@ -229,7 +233,7 @@ def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -
     texts = _Texts(pair, pair.draft.context(row.drafts), drafted)
     leaves = [leaf for leaf in drafted.leaves() if texts.of(leaf) is not None]
     children: dict[tuple[int, int], int] = {}
-    needed: list[set[int]] = [set()]  # by node of the trie: drafted nodes that complete its text
+    needed: list[set[int]] = [set()]  # by node of the trie: drafted nodes that complete it
     found = pair.target.encode_with_ends([text + (texts.of(leaf) or "") for leaf in leaves])
     before, first = len(tokens), len(tokens) + len(pending)
     for leaf, (all_tokens, ends) in zip(leaves, found, strict=True):
@@ -240,7 +244,7 @@ def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -
         last = len(all_tokens) if is_whole else len(all_tokens) - 1
         own = list(zip(all_tokens[first:last], ends[first:last], strict=True))
         node, place = 0, 0
-        steps: list[tuple[int, int]] = []  # target tokens and the drafted node that completes each
+        steps: list[tuple[int, int]] = []  # target tokens, and the drafted node that completes each
         for token, token_end in own:
             while place < len(path) and len(texts.of(path[place]) or "") < token_end - len(text):
                 place += 1
@@ -263,9 +267,9 @@ def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -
 
 
 def _weigh(trie: TargetTrie, sums: Sequence[float]) -> None:
-    """Sets path probabilities: the sums of drafts, but all children of a node together have no more than the node.
+    """Set path probabilities to `sums`, scaled down where the children of a node exceed it.
 
-    More they would have where one draft completes two of them, by what follows it.
+    They may exceed it if one draft completes several of them.
     """
     totals = [0.0] * len(sums)
     for node in range(1, len(sums)):
@@ -277,7 +281,7 @@ def _weigh(trie: TargetTrie, sums: Sequence[float]) -> None:
 
 
 class _Texts:
-    """Texts of drafted nodes: of all tokens from the root down to each."""
+    """Texts of drafted nodes: of the path from the root to each."""
 
     def __init__(self, pair: VocabularyPair, context: Sequence[int], drafted: DraftedTree) -> None:
         self._pair, self._context, self._drafted = pair, list(context), drafted
@@ -286,13 +290,13 @@ class _Texts:
         self._closing: dict[int, int | None] = {0: None}
 
     def of(self, node: int) -> str | None:
-        """The whole characters of the text; None if it does not go on from the text before it."""
+        """The complete characters of the text; None if it changes the text before it."""
         if node not in self._of:
             self._of[node] = self._make(node)
         return self._of[node]
 
     def closing(self, node: int) -> int | None:
-        """The first node on the path that is no text, behind which there is nothing."""
+        """The first node on the path that is no text to the target. The draft ends there."""
         if node not in self._closing:
             drafted = self._drafted
             above = self.closing(drafted.parents[node])
@@ -308,12 +312,12 @@ class _Texts:
         if not text.startswith(self._known):
             return None
         text = text[len(self._known) :].rstrip(UNFINISHED)
-        # One byte too few or too many, and some decoders show all bytes before it as none.
+        # Some decoders drop earlier bytes too if a character is incomplete.
         return max(text, self.of(self._drafted.parents[node]) or "", key=len)
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     count = 0
     for own, its in zip(one, other, strict=False):
         if own != its:

@@ -1,4 +1,4 @@
-"""Block heads (DFlash, DSpark, JetSpec, TreeFlash): draft heads of one pass a block, and their checkpoints."""
+"""Block heads (DFlash, DSpark, JetSpec, TreeFlash), which draft a block in one pass, and their checkpoints."""
 
 from graft.spec_decode.proposers.block.checkpoint import Recognised, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.block.config import BlockConfig, default_target_layers

@@ -1,4 +1,4 @@
-"""Checkpoints of block heads, in any of the layouts of `layouts`; files are read and written by `checkpoints`."""
+"""Checkpoints of block heads, in any of the layouts in `layouts`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from graft.spec_decode.proposers.block.layouts import (
 )
 
 SLOTS = {"in-place": False, "shifted": True}
-# Apart from the backbone, for loaders that refuse tensors they do not know: those read no folders below.
+# In a folder of its own: other loaders refuse tensors that they do not know, but do not read subfolders.
 _CONDITIONAL_FILE = Path("conditional_head") / "model.safetensors"
 _MASK = "mask_embedding"
 
 
 @dataclass(frozen=True)
 class Recognised(checkpoints.Recognised):
-    """Content of a head's folder; `facts` lack what is usual for a target of so many layers."""
+    """Content of a head's folder. `facts` lack values that follow from the target."""
 
-    slots_are_said: bool  # in config.json; else they are what is usual, or what the caller chose
+    slots_are_said: bool  # in config.json; else they are the default or the caller's choice
 
     @property
     def kind(self) -> str:
@@ -51,7 +51,7 @@ class Recognised(checkpoints.Recognised):
         """The head's config for this target; a GraftError if it belongs to another one."""
         its = target.get_text_config().num_hidden_layers
         own = self.facts.get("num_target_layers", its)
-        require(own == its, f"{self.folder} is for a target with {own} layers, not {its}: another model's")
+        require(own == its, f"{self.folder} is for a target with {own} layers, not {its}: it belongs to another model")
         with checkpoints.said_of(self.folder / "config.json"):
             facts = {"num_target_layers": its, **self.facts}
             if "target_layers" not in facts:
@@ -62,9 +62,9 @@ class Recognised(checkpoints.Recognised):
 
 
 def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
-    """Describes the head in a local folder or under a hub id. Values of weights are not checked.
+    """Describe the head in a local folder or under a hub id. Values of weights are not checked.
 
-    slots: in-place or shifted, for a head whose config.json does not say; what is usual if None.
+    slots: in-place or shifted, for a head whose config.json does not say; the default if None.
     """
     require(slots in (None, *SLOTS), f"slots {slots!r} are not known: {', '.join(SLOTS)}")
     folder = checkpoints.folder_of(path)
@@ -98,7 +98,7 @@ def load_head(
     target_lm_head: Tensor | None = None,
     slots: str | None = None,
 ) -> BlockHead:
-    """The head in a local folder or under a hub id, for this target, whose weights [vocab, H] it may borrow.
+    """Load the head in a local folder or under a hub id, for this target, whose weights [vocab, H] it may use.
 
     slots: see `inspect_head`.
     """
@@ -120,10 +120,10 @@ def save_head(
     extra_config: Mapping[str, Any] | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Writes a head, its backbone as SGLang and vLLM expect it; `extra_config` adds to config.json, or overrides it.
+    """Write a head. SGLang and vLLM can read its backbone. `extra_config` adds to config.json, or overrides it.
 
-    A conditional head is in a file of its own, a mask's vector in one that vLLM names. max_file_bytes: the backbone is
-    written as several files, none larger.
+    A conditional head has a file of its own, and so has the mask's vector, under vLLM's name for it.
+    max_file_bytes: split the backbone into files of at most this size.
     """
     folder, config = Path(folder), head.config
     dtype = str(head.fc.weight.dtype).removeprefix("torch.")
@@ -134,7 +134,7 @@ def save_head(
     conditional = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CONDITIONAL)}
     content = write_config(config) | {"torch_dtype": dtype} | dict(extra_config or {})
     checkpoints.write_head(folder, content, tensors, max_file_bytes)
-    for file in (_CONDITIONAL_FILE, checkpoints.MASK_FILE):  # of a head that was here before
+    for file in (_CONDITIONAL_FILE, checkpoints.MASK_FILE):  # of a previous head
         (folder / file).unlink(missing_ok=True)
     if conditional:
         (folder / _CONDITIONAL_FILE).parent.mkdir(exist_ok=True)
@@ -145,7 +145,7 @@ def save_head(
 
 
 def _read_mask(path: Path, mask_token_id: Any) -> Tensor | None:
-    """The learned vector of masked slots, if there is one."""
+    """The learned vector of masked slots, if any."""
     if not path.exists():
         return None
     content = checkpoints.read_pickle(path)

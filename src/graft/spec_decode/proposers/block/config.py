@@ -1,4 +1,4 @@
-"""Config of a block head: what its network computes, whichever project it comes from."""
+"""Config of a block head, whichever project it comes from."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadConfig):
-    """Config of a block head. A block is the root and, behind it, masked slots; slots stand at the positions from the
-    root's on."""
+    """Config of a block head. A block is the root followed by masked slots, at the positions from the root's on."""
 
     num_target_layers: int  # of the target it was trained for
-    block_size: int  # slots, the root's included
+    block_size: int  # slots, including the root's
     mask_token_id: int
-    shifted: bool  # a slot predicts the token behind its position; else its own position's, and the root's slot none
-    causal: tuple[bool, ...]  # by layer: whether a slot sees no later slots
-    windows: tuple[int | None, ...]  # by layer: how many positions back are seen, its own included; all if None
+    shifted: bool  # a slot predicts the token after its position; else at its position, and the root's slot nothing
+    causal: tuple[bool, ...]  # by layer: whether slots do not see later slots
+    windows: tuple[int | None, ...]  # by layer: positions that are seen, its own included; all if None
     head_norms: bool = True  # queries and keys are normed
     own_lm_head: bool = False  # else the target's
-    own_mask: bool = False  # masked slots have a vector of their own; else the embedding of mask_token_id
-    markov: str | None = None  # logits depend on the token before, by DSpark's tables: one of MARKOV_HEADS
+    own_mask: bool = False  # masked slots have a learned vector; else the embedding of mask_token_id
+    markov: str | None = None  # DSpark's dependence of logits on the token before: one of MARKOV_HEADS
     markov_rank: int = 0
-    confidence: bool = False  # DSpark's estimate of acceptance
-    confidence_with_markov: bool = False  # that also reads the Markov head's vector of the token before
-    conditional: bool = False  # hidden states are corrected by the token before, by TreeFlash's MLP
-    conditional_size: int | None = None  # inner size of that MLP; that of the layers if None
+    confidence: bool = False  # DSpark's estimate of the acceptance probability
+    confidence_with_markov: bool = False  # it also reads the Markov head's vector of the token before
+    conditional: bool = False  # TreeFlash's MLP corrects hidden states by the token before
+    conditional_size: int | None = None  # inner size of that MLP; the layers' if None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,12 +72,12 @@ class BlockConfig(HeadConfig):
         )
         require(
             self.markov is None or not self.conditional,
-            "a Markov head and a conditional one exclude each other: choose one",
+            "a head is Markov or conditional, not both: choose one",
         )
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, num_layers: int, **changes: Any) -> Self:
-        """A new head of layers of the target's own shape, bidirectional and without windows, with `changes`."""
+        """Config of a new head with the shape of the target's layers, bidirectional, without windows; and `changes`."""
         num_target_layers = target.get_text_config().num_hidden_layers
         usual = {
             "num_target_layers": num_target_layers,
@@ -104,9 +103,9 @@ class BlockConfig(HeadConfig):
 
 
 def default_target_layers(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs DFlash reads unless told otherwise: one for each of its own, evenly spread."""
+    """The layers whose inputs DFlash reads by default: as many as it has itself, evenly spread."""
     if num_layers == 1:
         return (num_target_layers // 2 + 1,)
-    span = num_target_layers - 4  # the outputs of layer 1 up to the last but two
-    require(span >= 0, f"a target of {num_target_layers} layers has no usual ones to read: name the layers")
+    span = num_target_layers - 4  # outputs of layer 1 to the last but two
+    require(span >= 0, f"a target of {num_target_layers} layers has no default layers to read: name them")
     return tuple(round(1 + number * span / (num_layers - 1)) + 1 for number in range(num_layers))

@@ -1,5 +1,6 @@
-"""CUDA graphs of the block drafter: one graph runs the whole block and makes the table, from which the host builds the
-trees. What comes before it, and drafting ahead, is in `captured`.
+"""Block drafter by CUDA graphs: one graph runs the block and makes the table from which the host builds the trees.
+
+`captured` does the rest.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Ranking, Table
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
 
 
 class Shape(NamedTuple):
-    """What the tables of a round look like."""
+    """Shape of a round's tables."""
 
     rows: int  # with padding
-    is_chain: bool  # else they are for trees
+    is_chain: bool  # else tables for trees
 
 
 class BlockBuffers(DraftBuffers):
-    """The static tensors, with those of blocks and tables."""
+    """Static tensors, with those of blocks and tables."""
 
-    def __init__(self, fast: FastBlock, max_ahead: int, *given: Any) -> None:
-        """given: a pool, its store, and the buffers' number."""
-        pool, store, number = given
+    def __init__(self, fast: FastBlock, max_ahead: int, pool: PagePool, store: KVStore, number: int) -> None:
         rotary = fast.rotary(pool.tables.shape[1] * PAGE)
         super().__init__(fast.head.fc.weight, pool, store, rotary, number, max_ahead, passes=1)
         self.width = fast.config.block_size
@@ -55,29 +55,29 @@ class BlockBuffers(DraftBuffers):
         self._sent: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
-        """Slots of so many rows behind their entries, each of which sees those before it."""
+        """Layout of causal slots after the entries of their rows."""
         count, by_row = rows * self.width, self.round.by_row(rows)
         return Layout(
             rows=self._rows_of[:count],
             places=self._places[:count],
             depths=self._places[:count],
-            paths=self._two_ways[2][:count],  # of which none is read
+            paths=self._two_ways[2][:count],  # not read
             starts=self._starts[:rows],
             counts=self._counts[:rows],
             lengths=by_row.lengths[:rows],
-            table_rows=by_row.lines[:rows],
+            table_rows=by_row.table_rows[:rows],
             tables=self.tables,
             max_context=context,
             only_chains=True,
         )
 
     def two_ways(self, layout: Layout) -> Layout:
-        """The same slots, each of which sees all of its row's."""
+        """The same slots, each of which sees all slots of its row."""
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
         return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
     def sent(self, shape: Shape, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Room for tables, [3, rows, *size] int32: on the device, and on the host."""
+        """Buffers for tables, [3, rows, *size] int32: on the device and on the host."""
         if shape not in self._sent:
             sizes, device = (3, shape.rows, *size), self._places.device
             there = torch.zeros(sizes, dtype=torch.int32, device=device)
@@ -86,14 +86,14 @@ class BlockBuffers(DraftBuffers):
 
 
 class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter):
-    """Block drafter by CUDA graphs."""
+    """Drafts with a block head by CUDA graphs."""
 
     def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None) -> None:
         """head: one for which `fused_head.why_not` is None."""
         super().__init__(head, settings)
         self.fast = FastBlock(head)
         self.max_ahead = max(self.max_ahead, self.max_depth + 1)
-        self._table_sizes: dict[bool, tuple[int, int]] = {}  # of those for trees, and for chains
+        self._table_sizes: dict[bool, tuple[int, int]] = {}  # by `Shape.is_chain`
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -103,7 +103,7 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
             return
         with self._captures.lock, state.pool.lock:
             for row, root in zip(state.rows, roots.tolist(), strict=True):
-                if row.root != root:  # a text without a prompt to read
+                if row.root != root:  # a text without a prefilled prompt
                     row.root, state.num_prefetched = root, 0
             self._begin(state, keep, 1)
             state.num_taken = 1
@@ -111,14 +111,14 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         yield levels
 
     def _received(self, state: CapturedState) -> Table:
-        """The tables of a state's rows, on the host; the next pass writes over them."""
+        """The tables of a state's rows, on the host. The next pass overwrites them."""
         buffers = self._buffers[state.pool]
         _, here = self._room_of(buffers, self._shape(state))
         buffers.was_sent[0].wait()
         return Table(*(part[: len(state.rows)] for part in _as_table(here)))
 
     def _room_of(self, buffers: BlockBuffers, shape: Shape) -> tuple[Tensor, Tensor]:
-        if shape.is_chain not in self._table_sizes:  # found by making a table, of nothing
+        if shape.is_chain not in self._table_sizes:  # sizes are found by making a table of zeros
             config, weight = self.head.config, self.head.fc.weight
             hidden, roots = weight.new_zeros(1, config.num_drafts, config.hidden_size), self.head.d2t.new_zeros(1)
             with torch.no_grad():
@@ -168,9 +168,9 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         ranking = Ranking(topk_kernels.highest, children)
         made = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking)
         for part, own in zip(table, made, strict=True):
-            part.copy_(own)  # which is nothing to do where it is there already
+            part.copy_(own)  # no copy if it was made in place
 
 
 def _as_table(numbers: Tensor) -> Table:
-    """Tables [3, rows, entries, tokens] int32, in which probabilities are float32."""
+    """View tables [3, rows, entries, tokens] int32, whose probabilities are float32 bits."""
     return Table(numbers[0], numbers[1].view(torch.float32), numbers[2])

@@ -1,7 +1,7 @@
-"""The block drafter: one forward of the head gives all levels of the tree.
+"""The eager block drafter: one forward of the head gives all levels of the tree.
 
-The head's KV cache holds the keys and values of committed tokens, made from the target's features of them. Those of a
-round's slots come after them, and are dropped at the end of the round.
+The head's KV cache holds the keys and values of committed tokens, made from the target's features of them. A round's
+slots come after them, and the next round overwrites these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row
 from graft.model.attention import RowKeys, attend
-from graft.settings import Settings, require
+from graft.settings import Settings, check_size
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
     PLAIN,
@@ -26,29 +26,26 @@ from graft.spec_decode.proposers.block.tree import (
     marginal_table,
 )
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
+from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
 from graft.tree.candidates import Level
 
 
 @dataclass(frozen=True)
 class BlockTreeSettings(Settings):
-    """The shape of the tree that is drafted from a block."""
+    """The shape of the tree drafted from a block."""
 
-    width: int = 16  # of a conditional head's table: tokens of a slot that have children
-    children: int = 8  # of each
-    shortlist: int = 64  # tokens of a slot that are looked at as children
+    width: int = 16  # tokens of a slot that have children, in a conditional head's table
+    children: int = 8  # of each of them
+    shortlist: int = 64  # tokens of a slot that may be children
     nodes: int = 60  # of the tree
 
     def __post_init__(self) -> None:
         for name in ("width", "children", "shortlist", "nodes"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
-            )
+            check_size(name, getattr(self, name))
 
     @classmethod
     def like(cls, tree: TreeSettings) -> BlockTreeSettings:
-        """About as wide as EAGLE-3's tree: its usual size is the usual one here too."""
+        """Settings about as wide as EAGLE-3's tree. The defaults correspond."""
         width = tree.topk * cls.width // TreeSettings.topk or 1
         return cls(width=width, shortlist=4 * width, nodes=tree.total_token)
 
@@ -61,7 +58,7 @@ def table_of(
     is_chain: bool = False,
     ranking: Ranking = PLAIN,
 ) -> Table:
-    """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
+    """The table of blocks with hidden states [B, K, H] after roots [B]."""
     if is_chain:
         return chain_table(head, hidden, roots, settings.shortlist, ranking)
     if head.config.has_conditionals:
@@ -72,12 +69,12 @@ def table_of(
 class BlockDrafter(EagerDrafter[DraftRow]):
     """Drafts with a block head, eagerly.
 
-    Where the head has conditionals, a node's children are those that follow it; else all nodes of a depth have the same
-    children, the slot's likeliest tokens.
+    If the head has conditionals, a node's children depend on its token. Else all nodes of a depth have the same
+    children: the next slot's likeliest tokens.
     """
 
     max_passes = 1
-    num_beams = 0  # no pass expands what the first has brought
+    num_beams = 0  # there is only one pass
 
     def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None) -> None:
         config = head.config
@@ -108,34 +105,34 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         yield self._levels(table.to_host(), keep == 1)
 
     def _levels(self, table: Table, is_chain: bool) -> list[Level]:
-        """The levels of trees, or of chains, by a table on the host."""
+        """The levels of trees, or of chains, from a table on the host."""
         return levels_of(table, self.max_depth, self.max_depth if is_chain else self.settings.nodes)
 
     def _new_row(self, row: Row) -> DraftRow:
         return DraftRow(row, row.length)
 
     def _refresh(self, pool: PagePool, rows: Sequence[DraftRow]) -> None:
-        waiting = Waiting(rows)
-        if not waiting.rows:
+        pending = PendingEntries(rows)
+        if not pending.rows:
             return
-        keys, values = self.head.context(waiting.features(), waiting.positions(self.device))
-        cache = self.writing_at(pool, waiting.places)
+        keys, values = self.head.context(pending.features(), pending.positions(self.device))
+        cache = self.cache_writing_at(pool, pending.places)
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             cache.update(key, value, layer)
-        waiting.finish()
+        pending.finish()
 
     def _block(self, state: EagerState[DraftRow], roots: Tensor) -> Tensor:
-        """Hidden states [B, K, H] of the slots that predict behind roots [B]."""
+        """Hidden states [B, K, H] of the predicting slots after roots [B]."""
         places = torch.arange(self.head.config.block_size)
         positions = torch.tensor(state.lengths)[:, None] + places
-        cache = self.writing_at(
+        cache = self.cache_writing_at(
             state.pool, [(row, row.length + place) for row in state.rows for place in places.tolist()]
         )
         attention = self._attention(cache, state.rows)
         return self.head.predicting(self.head(self.head.slots(roots), positions.to(self.device), attention))
 
     def _attention(self, cache: KVCache, rows: Sequence[DraftRow]) -> Attention:
-        """Attention of each row's block to the row's entries, and to itself."""
+        """Attention of each row's block to the row's entries and to itself."""
         config, device = self.head.config, self.device
         places = torch.arange(config.block_size)
         all_slots = torch.ones(len(places), len(places), dtype=torch.bool)
@@ -143,7 +140,7 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         masks: dict[tuple[int, bool, int | None], Tensor | None] = {}
 
         def mask_of(number: int, layer: int, groups: int) -> Tensor | None:
-            """A row's mask [1, 1, groups * W, keys], made once for all layers of a kind; None when all are seen."""
+            """A row's mask [1, 1, groups * W, keys], made once for all layers of a kind; None if all keys are seen."""
             key = (number, config.causal[layer], config.windows[layer])
             if key not in masks:
                 positions = row_keys[number].positions

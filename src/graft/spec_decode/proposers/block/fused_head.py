@@ -1,6 +1,7 @@
 """Fused forward of a block head over the tensors of a KV store, for draft passes in CUDA graphs.
 
-As in `model/llama.py` the weights remain the head's own: those that one product takes together are concatenated once.
+As in `model/llama.py`, weights that one product takes together are concatenated once, and the head's parameters become
+views of them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.layout import Layout
 from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, fused_layer
-from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers import capturable
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.head import BlockHead
 
 
 class FastBlock:
-    """The head's decoder layers, for entries and for blocks, in few kernels."""
+    """The head's decoder layers in few kernels, for entries and for blocks."""
 
     def __init__(self, head: BlockHead) -> None:
         """head: one for which `why_not` is None."""
@@ -35,8 +36,7 @@ class FastBlock:
         mask = head.mask_embedding if config.own_mask else self._embedding[config.mask_token_id]
         self._mask = mask.detach().to(self._embedding.dtype)
         self._fc, self._hidden_norm = head.fc.weight.detach(), head.hidden_norm.weight.detach()
-        # [layers, outputs, inputs] of queries, keys and values: entries have keys and values of all layers in one
-        # product.
+        # Weights of q, k and v, [layers, outputs, inputs]: one product gives the keys and values of all layers.
         attentions = [layer.self_attn for layer in layers]
         projections = [p.weight for own in attentions for p in (own.q_proj, own.k_proj, own.v_proj)]
         self._qkv = fuse_parameters(projections).unflatten(0, (len(layers), -1))
@@ -50,7 +50,7 @@ class FastBlock:
 
     @property
     def tile(self) -> int:
-        """Slots that attention takes at once."""
+        """Slots in a tile of the attention kernel."""
         tiles = attention_kernels.tiles_for(self.config.head_dim, self._embedding.dtype)
         return tiles.tokens(self.config.num_attention_heads // self.config.num_key_value_heads)
 
@@ -58,7 +58,7 @@ class FastBlock:
         return Rotary.of(self.head.rotary, self._fc, num_positions)
 
     def enter(self, features: Tensor, layout: Layout, keys: Tensor, values: Tensor, rotary: Rotary) -> None:
-        """Writes the keys and values of entries with the target's features [E, taps * H_t] to the store.
+        """Write the keys and values of entries with the target's features [E, taps * H_t] to the store.
 
         keys, values: [layers, slots, kv_heads, head_dim].
         """
@@ -77,7 +77,7 @@ class FastBlock:
         values: Tensor,
         rotary: Rotary,
     ) -> Tensor:
-        """Hidden states [R, K, H], before the final norm, of the slots that predict."""
+        """Hidden states [R, K, H] of the predicting slots, before the final norm."""
         width = self.config.block_size
         slots = block_kernels.slots(roots, self._embedding, self._mask, width)
         _, stream, delta = self._stack(slots, step, keys, values, rotary, seen)
@@ -87,10 +87,10 @@ class FastBlock:
 def why_not(head: BlockHead) -> str | None:
     """The reason why the head cannot be captured; None if it can."""
     config = head.config
-    # The kernels' windows end at a token's own position: they cannot leave out what is far behind it.
+    # The kernels apply a window to earlier positions only.
     if any(window and not causal for causal, window in zip(config.causal, config.windows, strict=True)):
         return "it has a window of attention without being causal"
-    return captured.why_not(head)
+    return capturable.why_not(head)
 
 
 def _layer(layer: Any, qkv: Tensor, window: int | None) -> Layer:

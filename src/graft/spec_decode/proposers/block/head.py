@@ -1,7 +1,7 @@
 """The block head: a few decoder layers that draft all slots of a block in one pass.
 
-Only the network lives here: `checkpoint` reads and writes its files. Attention over the draft KV cache is the caller's
-(`forward` asks for it layer by layer), except in `block`, where the cache is a pair of plain tensors.
+Only the network is here. `checkpoint` reads and writes its files. The caller of `forward` supplies attention over the
+draft KV cache; in `block` the cache is a pair of plain tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from graft.spec_decode.proposers.block.token_heads import ConditionalHead, Confi
 from graft.spec_decode.proposers.draft_head import DraftHead
 
 KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
-# Of a layer, by its number: from queries [B, heads, W, D] and the slots' own keys and values [B, kv_heads, W, D] to
-# what they attend to, [B, heads, W, D].
+# Attention of a layer, by its number, from queries [B, heads, W, D] and the slots' own keys and values
+# [B, kv_heads, W, D] to outputs [B, heads, W, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]  # as `torch.nn.functional.linear`
+Product = Callable[[Tensor, Tensor], Tensor]  # like `torch.nn.functional.linear`
 
-_GATHERED = 2**27  # numbers of an output weight's rows that are gathered at once
+_GATHERED = 2**27  # most numbers of output weights to gather at once
 
 
 def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a layer's queries see keys so many positions before them (behind them, where negative)."""
+    """Whether a layer's queries see keys at a distance before them (after them if negative)."""
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen if window is None else seen & (distance.abs() < window)
 
@@ -37,7 +37,7 @@ def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
 def logits_of(
     weight: Tensor, states: Tensor, shortlist: Tensor | None, product: Product = nn.functional.linear
 ) -> Tensor:
-    """Logits [..., m, vocab] of states [..., m, H] by an output weight [vocab, H], or of a shortlist [..., S] alone."""
+    """Logits [..., m, vocab] of states [..., m, H] by an output weight [vocab, H], or those of a shortlist [..., S]."""
     if shortlist is None:
         return product(states, weight)
     most = max(1, _GATHERED // (shortlist[0].numel() * weight.shape[1]))
@@ -48,7 +48,7 @@ def logits_of(
 class BlockHead(DraftHead):
     """The network. Parameters have the names of z-lab's, DeepSpec's and TreeFlash's files.
 
-    Shapes: B rows, W slots or tokens, K slots that predict, m candidates of the token before, H hidden, D head_dim.
+    Shapes: B rows, W slots or tokens, K predicting slots, m candidates of the token before, H hidden, D head_dim.
     """
 
     config: BlockConfig
@@ -62,7 +62,7 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList(_DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         self.register_buffer("target_lm_head", None, persistent=False)  # [vocab, H], borrowed, never saved
-        self.product: Product = nn.functional.linear  # with the lm_head; a CPU has a faster one
+        self.product: Product = nn.functional.linear  # with the lm_head; replaced by a faster one on a CPU
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.own_mask:
@@ -75,13 +75,13 @@ class BlockHead(DraftHead):
             self.ar_approximation = ConditionalHead(config)
 
     def borrow_lm_head(self, weight: Tensor) -> None:
-        """Take the target's output weight [vocab, H] for that of a head that has none. It stays the target's."""
+        """Use the target's output weight [vocab, H]."""
         self.target_lm_head = self._fitting("lm_head", weight)
 
     def context(self, features: Tensor, positions: Tensor) -> KeyValue:
-        """Keys and values of W committed tokens, for the draft KV cache, which holds nothing else.
+        """Keys and values of W committed tokens, for the draft KV cache.
 
-        features: [B, W, taps * H_t], the target's hidden states, concatenated. positions: [B, W].
+        features: [B, W, taps * H_t], the target's concatenated hidden states. positions: [B, W].
         """
         hidden = self.hidden_norm(self.fc(features))
         rotary = self.rotary(hidden, positions)
@@ -89,14 +89,14 @@ class BlockHead(DraftHead):
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
     def slots(self, roots: Tensor) -> Tensor:
-        """The block's input [..., block_size, H] for roots [...]: their embeddings, and behind them the mask's."""
+        """The block's input [..., block_size, H] for roots [...]: their embeddings, then the mask's."""
         config = self.config
         root = self.embed(roots)[..., None, :]
         mask = self.mask_embedding if config.own_mask else self.embed(roots.new_tensor(config.mask_token_id))
         return torch.cat([root, mask.to(root.dtype).expand(*roots.shape, config.block_size - 1, -1)], dim=-2)
 
     def forward(self, slots: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [B, W, H], before the final norm, of slots [B, W, H] at positions [B, W]."""
+        """Hidden states [B, W, H] of slots [B, W, H] at positions [B, W], before the final norm."""
         hidden, rotary = slots, self.rotary(slots, positions)
         for number, layer in enumerate(self._decoder_layers):
             normed = layer.input_layernorm(hidden)
@@ -107,17 +107,16 @@ class BlockHead(DraftHead):
         return hidden
 
     def block(self, roots: Tensor, lengths: Tensor, past: KeyValue) -> Tensor:
-        """Hidden states [B, K, H], before the final norm, of the slots that predict: the k-th the k-th token behind the
-        root.
+        """Hidden states [B, K, H] of the predicting slots, before the final norm. Slot k predicts the k-th new token.
 
-        roots: [B]. lengths: [B] tokens before each root, which are so many of the first of `past`, from `context`.
+        roots: [B]. lengths: [B] tokens before each root, whose keys and values come first in `past`, from `context`.
         """
         places = torch.arange(self.config.block_size, device=roots.device)
         attention = self.attention_over(lengths, past)
         return self.predicting(self(self.slots(roots), lengths[:, None] + places, attention))
 
     def attention_over(self, lengths: Tensor, past: KeyValue) -> Attention:
-        """Attention of blocks to the first `lengths` [B] tokens of `past`, and to themselves."""
+        """Attention of blocks to the first `lengths` [B] tokens of `past` and to themselves."""
         positions = lengths[:, None] + torch.arange(self.config.block_size, device=lengths.device)
         before = torch.arange(past[0].shape[3], device=lengths.device).expand(len(lengths), -1)
         known = torch.cat([before < lengths[:, None], torch.ones_like(positions, dtype=torch.bool)], dim=1)
@@ -132,24 +131,24 @@ class BlockHead(DraftHead):
         return attention
 
     def reaches(self, layer: int, distance: Tensor) -> Tensor:
-        """`within_reach`, of a layer."""
+        """`within_reach` of a layer."""
         return within_reach(distance, self.config.causal[layer], self.config.windows[layer])
 
     def predicting(self, hidden: Tensor) -> Tensor:
-        """Of all slots [..., block_size, H] those that predict, [..., K, H]."""
+        """The predicting slots [..., K, H] of all slots [..., block_size, H]."""
         return hidden if self.config.shifted else hidden[..., 1:, :]
 
     def marginals(self, hidden: Tensor) -> Tensor:
-        """Logits [..., draft_vocab] of slots [..., H], whatever the tokens before them are."""
+        """Logits [..., draft_vocab] of slots [..., H], independent of the token before."""
         return self._logits(self.norm(hidden))
 
     def conditionals(self, hidden: Tensor, parents: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Logits [B, K, m, draft_vocab] of slots [B, K, H], each after m candidates of the token before, [B, K, m].
 
-        Before the first slot's token is the root. Slots may be given a few at a time, except to a recurrent head.
-        shortlist: only of these of each slot's tokens, [B, K, S] by draft ids: [B, K, m, S].
+        The root is the token before the first slot. A recurrent head needs all slots at once, others do not.
+        shortlist: draft ids [B, K, S] of the only tokens to compute, for logits [B, K, m, S].
         """
-        require(self.config.has_conditionals, "this head has marginals only: it reads no token before a slot")
+        require(self.config.has_conditionals, "this head has marginals only: it does not read the token before a slot")
         normed = self.norm(hidden)
         if self.config.conditional:
             correction = self.ar_approximation(normed, self.embed(parents))
@@ -158,7 +157,7 @@ class BlockHead(DraftHead):
         return logits + logits_of(self.markov_head.markov_w2.weight, self.markov_head(normed, parents), shortlist)
 
     def confidence(self, hidden: Tensor, parents: Tensor) -> Tensor:
-        """Probabilities [B, K, m] that the token of a slot is accepted; see `conditionals`."""
+        """Probabilities [B, K, m] that a slot's token is accepted; see `conditionals`."""
         require(self.config.confidence, "this head has no confidence head")
         normed = self.norm(hidden)
         if self.config.confidence_with_markov:
@@ -177,7 +176,7 @@ class BlockHead(DraftHead):
 
 
 class _DecoderLayer(nn.Module):
-    """The layer's parameters; `BlockHead.forward` says what is done with them."""
+    """The layer's parameters, which `BlockHead.forward` uses."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ class _Projections(nn.Module):
         return _rotated(self.q_norm(self._by_head(self.q_proj(hidden))), rotary)
 
     def key_value(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Each [B, kv_heads, W, D] of [B, W, H], keys rotated. Context and slots share these projections."""
+        """Each [B, kv_heads, W, D] of [B, W, H], keys rotated. Committed tokens and slots share these projections."""
         key = _rotated(self.k_norm(self._by_head(self.k_proj(hidden))), rotary)
         return key, self._by_head(self.v_proj(hidden))
 

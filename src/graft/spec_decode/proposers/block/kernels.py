@@ -1,4 +1,4 @@
-"""Triton kernels of block heads: the slots of a block, and the tokens of its table. Importing it needs Triton."""
+"""Triton kernels of block heads: the slots of a block and the tokens of its table. The import needs Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
-    """Inputs [R * width, H] of blocks: the embeddings of roots [R] int32, each before `width` - 1 times the mask [H].
+    """Inputs [R * width, H] of blocks: the embedding of a root [R] int32, then `width` - 1 times the mask [H].
 
     embedding: [vocab, H].
     """
@@ -29,8 +29,7 @@ def children(
     probabilities: Tensor,  # [B, K * P, k] float32, written
     entries: Tensor,  # [B, K * P, k] int32, written
 ) -> None:
-    """What `spec_decode/proposers/block/tree.py` says of its function of this name. Of equals the first candidate
-    comes first."""
+    """`block.tree.children` as a kernel. Of equal candidates the first comes first."""
     batch, num_slots, num_parents, num_candidates = logits.shape
     _children_kernel[(batch * num_slots * num_parents,)](
         logits.contiguous(),
@@ -57,7 +56,7 @@ def _slots_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One slot."""
+    """A program is one slot."""
     slot = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -81,9 +80,9 @@ def _children_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One slot after one token before it."""
+    """A program is one slot after one token before it."""
     entry = tl.program_id(0)
-    slot = entry // num_parents  # of all rows
+    slot = entry // num_parents  # counted over all rows
     following = slot % num_slots + 1
     place = tl.arange(0, BLOCK)
     inside = place < num_candidates
@@ -92,7 +91,7 @@ def _children_kernel(
     share = tl.where(inside, weight / tl.sum(weight, axis=0), -1.0)
     for rank in range(K):
         best = tl.max(share, axis=0)
-        at = tl.minimum(tl.min(tl.where(share == best, place, BLOCK), axis=0), num_candidates - 1)  # of NaN, none
+        at = tl.minimum(tl.min(tl.where(share == best, place, BLOCK), axis=0), num_candidates - 1)  # NaN has no maximum
         has_entry = (at < num_parents) & (following < num_slots)
         tl.store(tokens + entry * K + rank, tl.load(candidates + slot * num_candidates + at).to(tl.int32))
         tl.store(probabilities + entry * K + rank, best)

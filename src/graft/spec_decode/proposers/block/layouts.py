@@ -1,8 +1,8 @@
-"""Layouts of published block heads: names in `config.json` and of tensors, for reading, and for writing our own.
+"""Layouts of published block heads: names in `config.json` and of tensors, for reading and for writing our own.
 
-Only names and numbers are dealt with here; files are `checkpoint`'s. `docs/checkpoints.md` says where each fact comes
-from. Projects borrow each other's names, so a setting is read wherever one of them puts it, and places that contradict
-each other are refused; the architecture only says where the layers' shape is and what is usual.
+`checkpoint` reads and writes the files. `docs/checkpoints.md` says where each fact comes from. Projects borrow each
+other's names, so a setting is read wherever one of them puts it, and contradictions are refused. The architecture only
+tells where the layers' shape is, and defaults.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from graft.spec_decode.proposers.checkpoints import (
 )
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-CONDITIONAL = "ar_approximation."  # what the names of TreeFlash's own tensors start with
+CONDITIONAL = "ar_approximation."  # prefix of TreeFlash's own tensors
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one project has what; defaults are z-lab's."""
+    """Names that one project uses. Defaults are z-lab's."""
 
     name: str
     architectures: tuple[str, ...]
-    shape: Place = ()  # of the layers' shape in config.json
-    backbone: str = ""  # what the backbone's tensors start with
-    shifted: bool = False  # the slots, where config.json does not say
+    shape: Place = ()  # where the layers' shape is in config.json
+    backbone: str = ""  # prefix of the backbone's tensors
+    shifted: bool = False  # whether slots are shifted, if config.json does not say
 
     def spell(self, name: str) -> str:
         """The layout's name of a tensor of `BlockHead`."""
@@ -54,18 +54,18 @@ LAYOUTS = {
         Layout("speculators", ("DFlashSpeculator", "DSparkSpeculator"), shape=("transformer_layer_config",)),
     )
 }
-_SPECULATORS = {"dflash": False, "dspark": True}  # their speculators_model_type, and whether slots are usually shifted
+_SPECULATORS = {"dflash": False, "dspark": True}  # speculators_model_type: whether slots are shifted by default
 
-# Layer numbers: whether those at a place count outputs (the output of i is the input of i + 1, -1 the embeddings).
+# Places of layer numbers: whether they count outputs (the output of i is the input of i + 1, -1 the embeddings).
 _LAYERS: dict[Place, bool] = {
     ("dflash_config", "target_layer_ids"): True,
     ("target_layer_ids",): True,
     ("aux_hidden_state_layer_ids",): False,
     ("eagle_aux_hidden_state_layer_ids",): False,
 }
-# What the head computes, where a config might ask for something else.
+# The only supported values.
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-_ONLY_HERE = {  # in either of `_both`'s places
+_ONLY_HERE = {  # in the places of `_both`
     "attention_sink_bias": False,
     "conv_kernel_size": 0,
     "final_logit_softcapping": 0.0,
@@ -86,14 +86,14 @@ _RENAMED = {  # prefixes in some files
 
 
 def is_block_head(config: Json) -> bool:
-    """Whether a config.json is that of a block head."""
+    """Whether a config.json is a block head's."""
     known = {name for layout in LAYOUTS.values() for name in layout.architectures}
     return architecture_of(config) in known or config.get("speculators_model_type") in _SPECULATORS
 
 
 def recognise(config: Json) -> Layout:
     """The layout of a head with this config.json."""
-    if (kind := config.get("speculators_model_type")) is not None:  # whose architectures are also others'
+    if (kind := config.get("speculators_model_type")) is not None:  # its architectures are also used by others
         require(kind in _SPECULATORS, f"speculators_model_type {kind} is not one of {', '.join(_SPECULATORS)}")
         return LAYOUTS["speculators"]
     architecture = architecture_of(config)
@@ -114,9 +114,9 @@ def head_name(name: str) -> str:
 
 
 def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[str, Any]:
-    """Arguments of `BlockConfig` from config.json and the names of the tensors, as far as the target is not needed.
+    """Arguments of `BlockConfig` from config.json and the names of the tensors, except those that need the target.
 
-    `shifted` is missing where config.json does not say; see `usually_shifted`.
+    `shifted` is missing if config.json does not say; see `usually_shifted`.
     """
     for key, value in _ONLY_HERE.items():
         found = _both(config, key)
@@ -142,13 +142,13 @@ def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[st
 
 
 def usually_shifted(layout: Layout, config: Json, facts: Json) -> bool:
-    """The slot convention of a head whose config.json does not say it: shifted where it is DSpark's."""
+    """Whether slots are shifted, if config.json does not say: DSpark's are."""
     usual = _SPECULATORS.get(str(config.get("speculators_model_type")), layout.shifted)
     return usual or facts["markov"] is not None or facts["confidence"]
 
 
 def write_config(head: BlockConfig) -> dict[str, Any]:
-    """The config.json of a head, as SGLang and vLLM read those of z-lab; or of DeepSpec, if it has a Markov head."""
+    """The config.json of a head in z-lab's layout, or in DeepSpec's if it has a Markov head."""
     layout = LAYOUTS["zlab" if head.markov is None else "deepspec"]
     windows = {window for window in head.windows if window is not None}
     require(len(windows) <= 1, f"layers with different windows ({', '.join(map(str, sorted(windows)))}) have no layout")
@@ -160,7 +160,7 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
         "use_sliding_window": bool(windows),
         "tie_word_embeddings": False,
     }
-    # In both places, since readers differ in where they look.
+    # In both places, as readers differ in where they look.
     both = {
         "block_size": head.block_size,
         "mask_token_id": head.mask_token_id,
@@ -176,7 +176,7 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
     config = {"architectures": list(layout.architectures), **shape, **both, "dflash_config": nested}
     config["eagle_aux_hidden_state_layer_ids"] = list(head.target_layers)  # where vLLM looks first
     config["draft_vocab_size"] = head.draft_vocab_size
-    if head.target_hidden_size != head.hidden_size:  # a reader may take the key itself for a difference
+    if head.target_hidden_size != head.hidden_size:  # readers may take the key itself for a difference
         config["target_hidden_size"] = head.target_hidden_size
     if head.markov is not None or head.confidence:
         config |= {"markov_rank": head.markov_rank, "markov_head_type": head.markov}
@@ -190,7 +190,7 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
 
 
 def _read_layers(layout: Layout, config: Json) -> dict[str, Any]:
-    """By layer whether it is causal and its window; and whether queries and keys are normed."""
+    """By layer, whether it is causal, and its window."""
     shape = value_at(config, layout.shape)
     count = shape.get("num_hidden_layers")
     check_size("num_hidden_layers", count)
@@ -207,7 +207,7 @@ def _read_layers(layout: Layout, config: Json) -> dict[str, Any]:
 
 
 def _read_causal(config: Json, types: Collection[str]) -> tuple[bool, ...]:
-    """Whether each layer is causal: what is said for all of them, else those with a window are."""
+    """Whether each layer is causal: a setting for all of them, else those with a window are."""
     said = [value_at(config, place) for place in (("is_causal",), ("dflash_config", "causal"))]
     said += [value_at(config, ("dflash_config", "causal_head"))]
     said += [False if config.get("sliding_window_non_causal") else None]
@@ -237,7 +237,7 @@ def _read_token_heads(config: Json, names: Collection[str]) -> dict[str, Any]:
 
 
 def _check_planned(config: Json, facts: Json) -> None:
-    """speculators also says how many tokens are to be drafted; a block cannot give more than it has slots."""
+    """Check speculators' number of tokens to draft: at most the slots of a block."""
     for method in value_at(config, ("speculators_config", "proposal_methods")) or ():
         planned, most = value_at(method, ("speculative_tokens",)), facts["block_size"]
         require(

@@ -1,6 +1,6 @@
 """Parts of a block head that read the token before a slot: DSpark's Markov and confidence heads, TreeFlash's MLP.
 
-One backbone pass gives a slot's hidden state without knowing that token; these say what follows from each candidate.
+The backbone computes a slot's hidden state without knowing that token. These parts correct it for each candidate.
 Parameters have the names of the projects' files. Shapes: B rows, K slots, m candidates of the token before, H hidden.
 """
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from graft.spec_decode.proposers.block.config import BlockConfig
 
-_CONDITIONAL_EPS = 1e-6  # fixed in TreeFlash, whatever the layers' is
+_CONDITIONAL_EPS = 1e-6  # TreeFlash's constant; the layers have another
 
 
 class MarkovHead(nn.Module):
-    """Low-rank table of token pairs, added to the logits; plain, gated by the hidden state, or recurrent."""
+    """Low-rank table of token pairs, added to the logits: plain, gated by the hidden state, or recurrent."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def forward(self, normed: Tensor, parents: Tensor) -> Tensor:
-        """States [B, K, m, r] whose product with `markov_w2` is to be added to the logits. normed: [B, K, H] hidden
-        states. parents: [B, K, m].
+        """States [B, K, m, r] whose product with `markov_w2` is added to the logits.
 
-        A recurrent head's state at a slot is that of a path. It is followed along the first parent of each slot: exact
-        for m = 1, and for the likeliest path where parents come likeliest first.
+        normed: [B, K, H] hidden states. parents: [B, K, m].
+        A recurrent head's state belongs to a path. It follows the first parent of each slot, which is exact for m = 1,
+        and for the likeliest path if parents are sorted.
         """
         before = self.markov_w1(parents)  # [B, K, m, r]
         if self.kind == "rnn":
@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Probability that a slot's token is accepted, given that the tokens before it are."""
+    """Probability that a slot's token is accepted, given that those before it are."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + rank, 1)
 
     def forward(self, normed: Tensor, before: Tensor | None) -> Tensor:
-        """[..., m] from hidden states [..., H], or [...] where the token before, [..., m, r], is not read."""
+        """[..., m] from hidden states [..., H] and tokens before [..., m, r]; [...] if these are not read."""
         features = normed if before is None else torch.cat([_for_each(normed, before), before], dim=-1)
         return torch.sigmoid(self.proj(features).squeeze(-1).float())
 
@@ -78,17 +78,17 @@ class ConditionalHead(nn.Module):
         self.d = nn.Linear(inner, size, bias=False)  # down
         self.norm = nn.RMSNorm(size, eps=_CONDITIONAL_EPS)
         if not self.d.weight.is_meta:
-            nn.init.zeros_(self.d.weight)  # begins as the backbone's own marginals
+            nn.init.zeros_(self.d.weight)  # a new head starts as the backbone's marginals
 
     def forward(self, normed: Tensor, embeddings: Tensor) -> Tensor:
-        """What to add to hidden states, [..., m, H], from them normed, [..., H], and embeddings [..., m, H]."""
+        """The correction [..., m, H] of normed hidden states [..., H] for embeddings [..., m, H]."""
         of_embedding, of_hidden = self.ug.weight.chunk(2, dim=1)
-        # A hidden state is multiplied once for all its candidates.
+        # Multiply a hidden state once for all its candidates.
         shared = nn.functional.linear(normed, of_hidden, self.ug.bias)[..., None, :]
         up, gate = (nn.functional.linear(self.norm(embeddings), of_embedding) + shared).chunk(2, dim=-1)
         return self.d(nn.functional.silu(gate) * up)
 
 
 def _for_each(hidden: Tensor, candidates: Tensor) -> Tensor:
-    """Hidden states [..., H], repeated for each of the candidates [..., m, any]: [..., m, H]."""
+    """Hidden states [..., H] repeated for each of the candidates [..., m, any]: [..., m, H]."""
     return hidden[..., None, :].expand(*candidates.shape[:-1], -1)

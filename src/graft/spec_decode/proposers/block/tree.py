@@ -1,4 +1,4 @@
-"""Trees from one pass of a block head: its table of likely tokens, and the levels of the best-first tree in it."""
+"""Trees from one pass of a block head: the table of likely tokens, and the best-first tree in it."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from graft.tree.native import native, plain
 
 
 class Table(NamedTuple):
-    """What one pass says, by row: for each of E entries the m likeliest tokens of a slot, likeliest first.
+    """The result of one pass, by row: for each of E entries the m likeliest tokens of a slot, likeliest first.
 
-    An entry is a slot after one token before it, or after any. Entry 0 is the first slot's, behind the root.
+    An entry is a slot after one certain token, or after any token. Entry 0 is the first slot, after the root.
     """
 
     tokens: Tensor  # [B, E, m] int32
     probabilities: Tensor  # [B, E, m] float32
-    entries: Tensor  # [B, E, m] int32: that of the next slot after this token; -1: none, it has no children
+    entries: Tensor  # [B, E, m] int32: the next slot's entry after this token; -1: no children
 
     def to_host(self) -> Table:
         return Table(*(part.cpu() for part in self))
 
 
 class Ranking(NamedTuple):
-    """What chooses the tokens of tables: functions with the arguments of those here, or a GPU's kernels for them."""
+    """Functions that choose the tokens of tables: those below, or kernels with the same arguments."""
 
     highest: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     children: Callable[[Tensor, Tensor, int], Table]
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Top-k of logits [N, V], best first: ids and logits, [N, k], and the logsumexp [N]."""
+    """Top-k of logits [N, V], best first: ids and logits [N, k], and the logsumexp [N]."""
     logits = logits.float()
     found = logits.topk(k)
     return found.indices, found.values, logits.logsumexp(dim=-1)
 
 
 def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
-    """The table of the k likeliest candidates of each slot after each of P tokens before it; probabilities are shares
-    of the candidates.
+    """The table of the k likeliest candidates of each slot after each of P tokens before it.
 
-    logits: [B, K, P, S] of the slots' candidates [B, K, S], of which the first P are before the next slot's.
+    Probabilities are normalised over the candidates. logits: [B, K, P, S] of the slots' candidates [B, K, S], of which
+    the first P are the tokens before the next slot.
     """
     num_slots, num_parents = logits.shape[1:3]
     found = logits.float().softmax(dim=-1).topk(k)
@@ -60,24 +60,23 @@ PLAIN = Ranking(highest, children)
 
 
 def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
-    """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
+    """One entry a slot: its `width` likeliest tokens, independent of the token before. hidden: [B, K, H]."""
     ids, best, total = _highest(head, hidden, width, ranking)
     return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
 
 
 def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, shortlist: int, ranking: Ranking = PLAIN) -> Table:
-    """The likeliest token of each slot with hidden states [B, K, H] after that of the slot before, the first one's
-    behind the roots [B]: an entry each.
+    """One entry a slot: its likeliest token after that of the slot before. hidden: [B, K, H]. roots: [B].
 
-    Made slot by slot: in a table for trees many a chain would end at a token that has no children there. As there,
-    tokens are looked for among a slot's `shortlist` likeliest ones, and probabilities are shares of these.
+    Made slot by slot: in a table for trees, chains would often end at a token without children. As there, tokens come
+    from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
     """
     if not head.config.has_conditionals:
         return marginal_table(head, hidden, 1, ranking)
     ids, _, _ = _highest(head, hidden, shortlist, ranking)  # [B, K, S]
     chain, probabilities = [roots], []
     for slot in range(hidden.shape[1]):
-        first = 0 if head.config.markov == "rnn" else slot  # a recurrent head's state is made on the way
+        first = 0 if head.config.markov == "rnn" else slot  # a recurrent head needs all slots before
         parents, slots = torch.stack(chain[first:], dim=1)[..., None], slice(first, slot + 1)
         logits = head.conditionals(hidden[:, slots], parents, ids[:, slots])[:, -1, 0]  # [B, S]
         places, best, total = ranking.highest(logits, 1)
@@ -95,24 +94,22 @@ def conditional_table(
     shortlist: int,
     ranking: Ranking = PLAIN,
 ) -> Table:
-    """The likeliest `children` of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
-    likeliest tokens of the slot before.
+    """An entry for each of the `width` likeliest tokens of a slot: the likeliest `children` of the next slot.
 
-    Children are looked for among a slot's `shortlist` likeliest tokens whatever comes before, and their probabilities
-    are shares of these: the logits of others are not computed.
+    hidden: [B, K, H]. roots: [B]. Children come from a slot's `shortlist` likeliest tokens by its marginals, over which
+    probabilities are normalised: other logits are not computed.
     """
     ids, _, _ = _highest(head, hidden, shortlist, ranking)
     candidates = head.to_target(ids)  # [B, K, S]
     num_candidates = candidates.shape[-1]
-    behind_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
-    parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
+    after_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
+    parents = torch.cat([after_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
     return ranking.children(logits, candidates, min(children, num_candidates))
 
 
 def _highest(head: BlockHead, hidden: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft ids and logits [B, K, k] of slots with hidden states [B, K, H], whatever comes before them, and the
-    logsumexp [B, K]."""
+    """Top-k marginals of slots with hidden states [B, K, H]: draft ids, logits [B, K, k] and the logsumexp [B, K]."""
     logits = head.marginals(hidden)  # [B, K, vocab]
     ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
     shape = hidden.shape[:2]
@@ -120,20 +117,20 @@ def _highest(head: BlockHead, hidden: Tensor, k: int, ranking: Ranking) -> tuple
 
 
 def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:
-    """A table with one entry a slot: each [B, K, m]."""
+    """A table with one entry a slot, from [B, K, m]."""
     entries = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
     entries = entries.masked_fill(entries == tokens.shape[1], -1)[:, None].expand_as(tokens)
     return Table(tokens.int(), probabilities, entries)
 
 
 def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
-    """The levels of the trees of the `num_nodes` likeliest nodes, as many as there are: at most `num_levels`."""
+    """The levels of the trees of the `num_nodes` likeliest nodes, at most `num_levels`."""
     tokens, probabilities, entries = (
         plain(part, dtype) for part, dtype in zip(table, (torch.int32, torch.float32, torch.int32), strict=True)
     )
     num_rows, num_entries, num_children = tokens.shape
     widths = torch.empty(num_levels, dtype=torch.int64)
-    room = num_rows * num_nodes * min(num_rows, num_levels)  # rows may have all their nodes at different depths
+    room = num_rows * num_nodes * min(num_rows, num_levels)  # rows may have their nodes at different depths
     whole, real = torch.empty(2, room, dtype=torch.int64), torch.empty(2, room)
     native().graft_best_first(
         num_rows,

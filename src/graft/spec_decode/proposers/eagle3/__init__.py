@@ -1,4 +1,4 @@
-"""EAGLE-3: a one-layer draft head on the target's hidden states, its checkpoints, and drafters that use it."""
+"""EAGLE-3: a one-layer draft head on the target's hidden states, its checkpoints and its drafters."""
 
 from graft.spec_decode.proposers.eagle3.checkpoint import Recognised, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head, KeyValue, default_target_layers

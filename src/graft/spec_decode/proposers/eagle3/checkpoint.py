@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-3 heads, in any of the layouts of `layouts`; files are read and written by `checkpoints`."""
+"""Checkpoints of EAGLE-3 heads, in any of the layouts in `layouts`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS, head_name, read_
 
 @dataclass(frozen=True)
 class Recognised(checkpoints.Recognised):
-    """Content of a head's folder; `facts` have `target_layers` only if they are not the usual ones."""
+    """Content of a head's folder. `facts` lack `target_layers` if they are the default ones."""
 
     def config_for(self, target: PreTrainedConfig) -> Eagle3Config:
         """The head's config for this target; a GraftError if it belongs to another one."""
@@ -32,7 +32,7 @@ class Recognised(checkpoints.Recognised):
 
 
 def inspect_head(path: str | Path) -> Recognised:
-    """Describes the head in a local folder or under a hub id. Values of weights are not checked."""
+    """Describe the head in a local folder or under a hub id. Values of weights are not checked."""
     folder = checkpoints.folder_of(path)
     config = checkpoints.read_config(folder)
     files, tensors = checkpoints.read_weights(folder, head_name)
@@ -50,7 +50,7 @@ def load_head(
     device: str | torch.device,
     target_embedding: Tensor | None = None,
 ) -> Eagle3Head:
-    """The head in a local folder or under a hub id, for this target, whose embedding [vocab, H] it may borrow."""
+    """Load the head in a local folder or under a hub id, for this target, whose embedding [vocab, H] it may use."""
     found = inspect_head(path)
     config = found.config_for(target_config)
     with torch.device("meta"):
@@ -64,7 +64,7 @@ def load_head(
 def save_head(
     head: Eagle3Head, folder: str | Path, layout: str = "safeailab", extra_config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write `config.json` and `model.safetensors`; `extra_config` adds to the former, or overrides it."""
+    """Write `config.json` and `model.safetensors`. `extra_config` adds to the former, or overrides it."""
     if layout not in LAYOUTS:
         raise GraftError(f"unknown layout {layout!r}: known are {', '.join(LAYOUTS)}")
     spelling = LAYOUTS[layout]

@@ -1,7 +1,6 @@
-"""CUDA graphs of the EAGLE-3 drafter: every draft pass is one graph, and beams stay on the device.
+"""EAGLE-3 drafter by CUDA graphs: every draft pass is one graph, and beams stay on the device.
 
-The graph `root` proposes the first level of the trees and `expand`, repeatedly, the next. What comes before them, and
-drafting ahead, is in `captured`.
+The graph `root` gives the first level of the trees, and `expand` each later one. `captured` does the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from graft.model.attention import KernelStep
 from graft.model.captures import pinned_zeros
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
@@ -28,28 +28,27 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
 from graft.tree.candidates import Level
 
-_FEW_ROWS, _MOST_BEAMS = 8, 128  # up to so many rows all beams are expanded; then so many in all
-_AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them
+_FEW_ROWS, _MOST_BEAMS = 8, 128  # with more rows than the first, at most so many beams in all
+_AHEAD = 4  # levels to draft ahead if drafting may stop after any of them
 
 
 class Eagle3Buffers(DraftBuffers):
-    """The static tensors, with those of beams and levels."""
+    """Static tensors, with those of beams and levels."""
 
-    def __init__(self, fast: FastHead, settings: TreeSettings, max_ahead: int, *given: Any) -> None:
-        """given: a pool, its store, and the buffers' number."""
-        pool, store, number = given
+    def __init__(
+        self, fast: FastHead, settings: TreeSettings, max_ahead: int, pool: PagePool, store: KVStore, number: int
+    ) -> None:
         weight, device, num_passes = fast.head.fc.weight, pool.device, settings.depth + 1
         rotary = fast.rotary(pool.tables.shape[1] * PAGE)
         super().__init__(weight, pool, store, rotary, number, max_ahead, num_passes)
         max_rows = self.max_rows
         sizes = [(rows, num_beams(rows, settings.topk)) for rows in (*ROWS, max_rows) if rows <= max_rows]
         most = max(rows * beams for rows, beams in sizes)
-        self.root = weight.new_zeros(
-            pool.num_table_rows, weight.shape[0]
-        )  # by line, the head's output at the last entry
-        self.hidden = weight.new_zeros(most, weight.shape[0])  # the head's outputs at the beams
+        # The head's output at the last entry, by row of the block tables.
+        self.root = weight.new_zeros(pool.num_table_rows, weight.shape[0])
+        self.hidden = weight.new_zeros(most, weight.shape[0])  # the head's outputs at beams
         self.beams = eagle3_kernels.Beams.make(most, 1, num_passes, device)
-        # By beams of a row: the row of each beam, each row's first beam, and how many it has.
+        # By number of beams in a row: the row of each beam, each row's first beam, and its number of beams.
         self.rows_of = {
             beams: (
                 torch.arange(max_rows, device=device).repeat_interleave(beams).int(),
@@ -64,8 +63,8 @@ class Eagle3Buffers(DraftBuffers):
         self._shaped: dict[Shape, Levels] = {}
 
     @property
-    def by_line(self) -> tuple[Tensor, ...]:
-        return (*super().by_line, self.root)
+    def by_table_row(self) -> tuple[Tensor, ...]:
+        return (*super().by_table_row, self.root)
 
     def levels(self, shape: Shape) -> Levels:
         if shape not in self._shaped:
@@ -77,7 +76,7 @@ class Eagle3Buffers(DraftBuffers):
 
 
 class Levels(NamedTuple):
-    """The levels of a round, [passes, 3, nodes] on the device; and of each its part there, and on the host."""
+    """The levels of a round, [passes, 3, nodes] on the device; and each level on the device and on the host."""
 
     whole: Tensor
     there: list[Tensor]
@@ -85,26 +84,26 @@ class Levels(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the levels of a round look like."""
+    """Shape of a round's levels."""
 
     rows: int  # with padding
     beams: int  # of a row
-    keep: int | None  # how many nodes of a level stay; all if None
+    keep: int | None  # nodes to keep of a level; all if None
 
     def count(self, number: int) -> int:
-        """Nodes of a row's level: 0 is the first, all others are alike."""
+        """Nodes of a row in a level. All levels after the first, 0, are alike."""
         most = self.beams if number == 0 else self.beams * self.beams
         return most if self.keep is None else min(max(self.keep, self.beams), most)
 
 
 class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3Drafter):
-    """EAGLE-3 drafter by CUDA graphs."""
+    """Drafts with an EAGLE-3 head by CUDA graphs."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
-        """head: one for which `captured.why_not` is None."""
+        """head: one for which `capturable.why_not` is None."""
         super().__init__(head, settings)
         self.fast = FastHead(head)
-        self._stops: Sequence[int] | None = None  # of the last levels
+        self._stops: Sequence[int] | None = None  # of the last call of `levels`
 
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -115,8 +114,8 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         self._stops = stops
         last = self.settings.depth
         for number in range(last + 1):
-            # The device drafts the next level while the host adds this one to the candidates. If it is not wanted, it
-            # is done by the time the tree is.
+            # The device drafts the next level while the host adds this one to the candidates. If that level is not
+            # wanted, it is finished by the time the tree is.
             ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
             with self._captures.lock, state.pool.lock:
                 self._begin(state, keep, ahead + 1)
@@ -127,15 +126,15 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def _sent(self, state: CapturedState, number: int) -> Level:
         buffers, shape = self._buffers[state.pool], self._shape(state)
         buffers.was_sent[number].wait()
-        numbers = buffers.levels(shape).here[number].clone()  # the next round writes over it
+        numbers = buffers.levels(shape).here[number].clone()  # the next round overwrites it
         nodes, count = numbers.shape[1], shape.count(number)
         size, strides = (len(state.rows), count), (count, 1)
-        chances = numbers.view(torch.float32)  # q and paths share the last part
+        floats = numbers.view(torch.float32)  # q and path probabilities share the last part
         return Level(
             numbers.as_strided(size, strides, 0),
             numbers.as_strided(size, strides, nodes),
-            chances.as_strided(size, strides, 4 * nodes),
-            chances.as_strided(size, strides, 5 * nodes),
+            floats.as_strided(size, strides, 4 * nodes),
+            floats.as_strided(size, strides, 5 * nodes),
         )
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> Eagle3Buffers:
@@ -161,19 +160,19 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         if number == 0:
             self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
             return
-        # Trial runs before the capture move the beams on.
+        # Trial runs before the capture change the beams.
         moving = (buffers.hidden, *vars(buffers.beams).values())
         self._replay(buffers, ("expand", shape, context), partial(self._run_expand, buffers, shape, context), moving)
 
     def _enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
-        """Keeps the output at each row's last entry, if any."""
+        """Run the head, and keep the output at each row's last entry."""
         outputs = self._run_head(buffers, tokens, self.head.fuse(features), None, layout)
-        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.lines, buffers.root)
+        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     @torch.no_grad()
     def _run_root(self, buffers: Eagle3Buffers, shape: Shape) -> None:
-        lines = buffers.round.by_row(shape.rows).lines[: shape.rows]
-        root = buffers.root.index_select(0, lines)
+        table_rows = buffers.round.by_row(shape.rows).table_rows[: shape.rows]
+        root = buffers.root.index_select(0, table_rows)
         buffers.hidden[: shape.rows * shape.beams].unflatten(0, (-1, shape.beams))[:, 0] = root
         self._spread(buffers, shape, root, is_first=True)
 
@@ -190,7 +189,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
             starts=starts[: shape.rows],
             counts=counts[: shape.rows],
             lengths=by_row.lengths[: shape.rows],
-            table_rows=by_row.lines[: shape.rows],
+            table_rows=by_row.table_rows[: shape.rows],
             tables=buffers.tables,
             max_context=context,
         )
@@ -212,9 +211,9 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
 
 
 def num_beams(rows: int, topk: int, keep: int | None = None) -> int:
-    """Nodes of a row that a pass expands: where there are many rows, few of each are verified."""
+    """Nodes of a row that a pass expands. With many rows few of each are verified, so few are expanded."""
     topk = min(topk, keep or topk)
     if rows <= _FEW_ROWS:
         return topk
     each = max(_MOST_BEAMS // rows, 2)
-    return min(topk, 1 << (each.bit_length() - 1))  # a power of two: kernels are compiled for each number
+    return min(topk, 1 << (each.bit_length() - 1))  # a power of two, as kernels are compiled for each number

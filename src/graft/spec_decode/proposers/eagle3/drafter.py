@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: grows a tree with the head by beam search, one forward of the head per depth."""
+"""The eager EAGLE-3 drafter: beam search, one forward of the head for each depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graft.model import KVCache, PagePool
 from graft.model.attention import RowKeys, Scores, Visibility
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import Waiting
+from graft.spec_decode.proposers.eager import PendingEntries
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
 
@@ -34,25 +34,25 @@ class Eagle3Drafter(RecurrentDrafter):
         return self.head.to_target(draft_ids), q
 
     def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
-        waiting = Waiting(rows)
-        if not waiting.rows:
+        pending = PendingEntries(rows)
+        if not pending.rows:
             return
-        device, counts = self.device, waiting.counts
-        hidden = self.head.fuse(waiting.features())
-        query, key, value = self.head.qkv(self.head.embed(waiting.tokens(device)), hidden, waiting.positions(device))
-        key, value = self.writing_at(pool, waiting.places).update(key, value, 0)
-        # Of all but each row's last entry only keys and values are needed.
+        device, counts = self.device, pending.counts
+        hidden = self.head.fuse(pending.features())
+        query, key, value = self.head.qkv(self.head.embed(pending.tokens(device)), hidden, pending.positions(device))
+        key, value = self.cache_writing_at(pool, pending.places).update(key, value, 0)
+        # Only each row's last entry needs an output; of the others keys and values are enough.
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         keys = [
             RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)
-            for row, count in zip(waiting.rows, counts, strict=True)
+            for row, count in zip(pending.rows, counts, strict=True)
         ]
         window = self.head.config.sliding_window
         attended = Visibility(keys, query.dtype).attend(query[:, :, last], key, value, Scores(window=window))
         output = self.head.finish(attended.transpose(1, 2), hidden[:, last])[0]
-        for row, new in zip(waiting.rows, output, strict=True):
+        for row, new in zip(pending.rows, output, strict=True):
             row.hidden = new
-        waiting.finish()
+        pending.finish()
 
     def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)

@@ -1,6 +1,7 @@
 """Fused forward of the EAGLE-3 head over the tensors of a KV store, for draft passes in CUDA graphs.
 
-As in `model/llama.py` the weights remain the head's own: those that one product takes together are concatenated once.
+As in `model/llama.py`, weights that one product takes together are concatenated once, and the head's parameters become
+views of them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 
 class FastHead:
-    """The head's decoder layer and its top-k output, in few kernels."""
+    """The head's decoder layer and top-k output, in few kernels."""
 
     def __init__(self, head: Eagle3Head) -> None:
-        """head: one for which `captured.why_not` is None."""
+        """head: one for which `capturable.why_not` is None."""
         layer: Any = head.midlayer
         attention = layer.self_attn
         self.head, self.config = head, head.config
@@ -44,13 +45,13 @@ class FastHead:
         self,
         tokens: Tensor,  # [T] int32 the token after each entry's own
         hidden: Tensor,  # [F, H] features
-        origins: Tensor | None,  # [T] int32 which of the features each entry takes; its own if None
+        origins: Tensor | None,  # [T] int32 whose features each entry takes; its own if None
         step: KernelStep,
         keys: Tensor,  # [slots, kv_heads, head_dim]
         values: Tensor,
         rotary: Rotary,
     ) -> Tensor:
-        """Outputs [T, H] of the entries, which are the features of the next ones."""
+        """Outputs [T, H] of the entries: the features of the next ones."""
         config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
         both, stream = eagle3_kernels.enter(
             tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual

@@ -1,7 +1,7 @@
 """The EAGLE-3 head: one decoder layer that reads the target's hidden states and drafts the next tokens.
 
-Only the network lives here: `checkpoint` reads and writes its files; drafters and the trainer keep the KV cache and
-the attention mask.
+Only the network is here. `checkpoint` reads and writes its files. Drafters and the trainer keep the KV cache and the
+attention mask.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Eagle3Config(HeadConfig):
     """Config of an EAGLE-3 head."""
 
     norm_before_fc: bool = False  # one norm over the concatenated features
-    fc_norm: bool = False  # one norm for each layer's features
+    fc_norm: bool = False  # a norm for each layer's features
     norm_before_residual: bool = False  # the residual is the normed hidden
-    norm_output: bool = False  # the normed output is fed back, not the plain one
-    sliding_window: int | None = None  # how many tokens back are seen, itself included; all if None
+    norm_output: bool = False  # the normed output is fed back
+    sliding_window: int | None = None  # tokens that are seen, itself included; all if None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,13 +39,13 @@ class Eagle3Config(HeadConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, **changes: Any) -> Self:
-        """A new head's shape: that of one of the target's own layers, with `changes`."""
+        """Config of a new head with the shape of the target's own layers, and `changes`."""
         layers = default_target_layers(target.get_text_config().num_hidden_layers)
         return cls.of({**layer_shape(target), "target_layers": layers, **changes})
 
 
 def default_target_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers that EAGLE-3 reads: an early, the middle and a late one; within the model even if it is tiny."""
+    """The layers that EAGLE-3 reads: an early, a middle and a late one, also in tiny models."""
     early, middle, late = sorted((min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)))
     return early, middle, late
 
@@ -68,7 +68,7 @@ class Eagle3Head(DraftHead):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden states [B, W, layers * H_t], concatenated, as one hidden [B, W, H]."""
+        """One hidden state [B, W, H] from the target's concatenated ones, [B, W, layers * H_t]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -102,9 +102,9 @@ class Eagle3Head(DraftHead):
         hidden: Tensor,  # [B, W, H]
         positions: Tensor,  # [B, W]
         past: KeyValue | None = None,  # of S earlier tokens
-        mask: Tensor | None = None,  # [B, 1, W, S + W] bool (True is seen) or additive; None: what came before
+        mask: Tensor | None = None,  # [B, 1, W, S + W] bool (True is seen) or additive; causal if None
     ) -> tuple[Tensor, KeyValue]:
-        """The output [B, W, H] and the new tokens' keys and values, which the caller keeps."""
+        """The output [B, W, H] and the new tokens' keys and values."""
         query, new_key, new_value = self.qkv(embeddings, hidden, positions)
         key, value = new_key, new_value
         if past is not None:
@@ -124,7 +124,7 @@ class Eagle3Head(DraftHead):
 
 
 class _DecoderLayer(nn.Module):
-    """The layer's parameters; `Eagle3Head` says what is done with them."""
+    """The layer's parameters, which `Eagle3Head` uses."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Triton kernels of the EAGLE-3 head, around its matrix products: inputs and beams. Importing it needs Triton."""
+"""Triton kernels of the EAGLE-3 head besides its matrix products: inputs and beams. The import needs Triton."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from graft.model.kernels.layer import rms_normed
 
 @dataclass(frozen=True)
 class Beams:
-    """The beams: the K nodes per row that the next pass expands. Everything stays on the device.
+    """The beams: the K nodes of each row that the next pass expands, on the device.
 
-    The features of a pass are [B * K, H]; those of the root, of which the first beams are children, are at row * K.
+    The features of a pass are [B * K, H]. Those of the root, the parent of the first beams, are at row * K.
     """
 
     tokens: Tensor  # [B, K] int32 target ids
-    origins: Tensor  # [B, K] int32 the beam before, whose child each is, as row * K + beam
-    paths: Tensor  # [B, K] float32 the probability of the path to each
-    places: Tensor  # [B, K] int32 their places in the tree grown so far
-    entries: Tensor  # [B, K, depth] int32 of the head's cache: their own paths, as places behind the committed entries
-    depths: Tensor  # [B, K] int32, where in `entries` their own is
-    cache_places: Tensor  # [B, K] int32 the places of their own entries, behind those of earlier passes
+    origins: Tensor  # [B, K] int32 the parent beam, as row * K + beam
+    paths: Tensor  # [B, K] float32 path probabilities
+    places: Tensor  # [B, K] int32 their places in the tree
+    entries: Tensor  # [B, K, depth] int32 their paths in the head's cache, as places after the committed entries
+    depths: Tensor  # [B, K] int32 the last place of `entries` in use, their own
+    cache_places: Tensor  # [B, K] int32 the places of their own entries, after those of earlier passes
     num_passes: Tensor  # [B] int32
 
     def first(self, rows: int, topk: int | None = None) -> Beams:
-        """Those of the first rows, or fewer beams a row in the same memory, where then nothing of the others is."""
+        """The first rows, or the same memory laid out for fewer beams a row."""
 
         def part_of(part: Tensor) -> Tensor:
             shape = (rows, *(() if part.dim() == 1 else (topk or part.shape[1],)), *part.shape[2:])
@@ -59,12 +59,12 @@ def enter(
     tokens: Tensor,  # [T] int32
     embedding: Tensor,  # [vocab, H]
     hidden: Tensor,  # [F, H]
-    origins: Tensor | None,  # [T] int32: which of the F each goes on from; its own place if None
+    origins: Tensor | None,  # [T] int32: whose hidden state each takes; its own if None
     norms: tuple[Tensor, Tensor],  # of embeddings and of hidden states, [H]
     eps: float,
     keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs of the layer [T, 2H], normed embeddings before normed hidden states, and its residual [T, H]."""
+    """The layer's inputs [T, 2H], normed embeddings and normed hidden states, and its residual [T, H]."""
     num_tokens, size = len(tokens), hidden.shape[1]
     both, residual = hidden.new_empty(num_tokens, 2 * size), hidden.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
@@ -86,32 +86,32 @@ def enter(
     return both, residual
 
 
-def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:
-    """Writes the output [E, H] at each row's last entry to its line of `root` [lines, H]; rows of none keep theirs.
+def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tensor, root: Tensor) -> None:
+    """Write the output [E, H] at each row's last entry to `root` [table_rows, H]. Rows without entries keep theirs.
 
-    begins, counts: [R] int32, which of the entries is the row's first, and how many it has.
+    begins, counts: [R] int32, each row's first entry and number of entries. table_rows: rows of the block tables.
     """
     size = outputs.shape[1]
     block = triton.next_power_of_2(size)
     _keep_last_kernel[(len(counts),)](
-        outputs, begins, counts, lines, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        outputs, begins, counts, table_rows, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
     )
 
 
 def spread(
     draft_ids: Tensor,  # [B * F, K] int32, likeliest first
     logits: Tensor,  # [B * F, K] float32
-    totals: Tensor,  # [B * F] the logarithm of the sum of all exponentials
-    to_target: Tensor,  # [draft vocabulary] int64, what to add to a draft id
+    totals: Tensor,  # [B * F] logsumexp
+    to_target: Tensor,  # [draft vocabulary] int64, to add to a draft id
     beams: Beams,
-    numbers: Tensor,  # [passes, 3, room] int64: of every pass the nodes' tokens, parents and probabilities
+    numbers: Tensor,  # [passes, 3, room] int64: tokens, parents and probabilities of each pass's nodes
     keep: int | None,
     is_first: bool,
 ) -> None:
-    """Writes the children of the F beams as the next level of the tree, and makes the likeliest of them the new beams.
+    """Write the children of the F beams as the next level, and make the likeliest of them the new beams.
 
-    keep: how many of a level stay, likeliest first; all, in the order of their parents, if None. is_first: the only
-    beam is the root. The last `room` int64 of a level hold two rows of float32: probabilities, and those of the paths.
+    keep: nodes of a level to write, likeliest first; all, in the order of their parents, if None. is_first: the only
+    beam is the root. The last `room` int64 of a level hold two rows of float32: q and path probabilities.
     """
     batch, topk = beams.tokens.shape
     num_beams = 1 if is_first else topk
@@ -151,20 +151,20 @@ def _keep_last_kernel(
     outputs: tl.tensor,
     begins: tl.tensor,
     counts: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     root: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
+    """A program is one row."""
     row = tl.program_id(0)
     count = tl.load(counts + row)
     last = tl.load(begins + row) + count - 1
-    line = tl.load(lines + row)
+    table_row = tl.load(table_rows + row)
     columns = tl.arange(0, BLOCK)
     inside = (columns < SIZE) & (count > 0)
     newest = tl.load(outputs + last.to(tl.int64) * SIZE + columns, mask=inside)
-    tl.store(root + line.to(tl.int64) * SIZE + columns, newest, mask=inside)
+    tl.store(root + table_row.to(tl.int64) * SIZE + columns, newest, mask=inside)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _enter_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One half of what one entry reads."""
+    """A program is one half of an entry's inputs."""
     entry, half = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -220,7 +220,7 @@ def _spread_kernel(
     cache_places: tl.tensor,
     num_passes: tl.tensor,
     numbers: tl.tensor,
-    chances: tl.tensor,
+    floats: tl.tensor,
     pass_stride: tl.int64,
     part_stride: tl.int64,
     max_depth: int,
@@ -233,7 +233,7 @@ def _spread_kernel(
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> None:
-    """One row."""
+    """A program is one row."""
     row = tl.program_id(0)
     child = tl.arange(0, BLOCK)
     real = child < F * K
@@ -244,7 +244,7 @@ def _spread_kernel(
     steps = tl.arange(0, BLOCK_P)[None, :]
     trail = tl.zeros([BLOCK, BLOCK_P], tl.int32)
     if not IS_FIRST:
-        number = tl.minimum(tl.load(num_passes + row), max_depth - 1)  # a pass too many is written over the last
+        number = tl.minimum(tl.load(num_passes + row), max_depth - 1)  # a surplus pass overwrites the last
         path = tl.load(beam_paths + row * K + beam, mask=real, other=0.0)
         parent = tl.load(beam_places + row * K + beam, mask=real, other=0)
         trail = tl.load(
@@ -254,27 +254,27 @@ def _spread_kernel(
     q = tl.exp(logit - tl.load(totals + row * F + beam, mask=real, other=0.0))
     draft_id = tl.load(draft_ids + row * F * K + child, mask=real, other=0)
     token = draft_id + tl.load(to_target + draft_id, mask=real, other=0)
-    chance = tl.where(real, path * q, -1.0)
-    is_better = chance[None, :] > chance[:, None]
-    is_equal_before = (chance[None, :] == chance[:, None]) & (child[None, :] < child[:, None])
-    rank = tl.sum((is_better | is_equal_before).to(tl.int32), axis=1)
+    path_prob = tl.where(real, path * q, -1.0)
+    is_better = path_prob[None, :] > path_prob[:, None]
+    is_tied_before = (path_prob[None, :] == path_prob[:, None]) & (child[None, :] < child[:, None])
+    rank = tl.sum((is_better | is_tied_before).to(tl.int32), axis=1)
 
     place = rank if SORTED else child
     listed = real & (place < COUNT)
     level = numbers + number * pass_stride + row * COUNT + place
     tl.store(level, token, mask=listed)
     tl.store(level + part_stride, parent.to(tl.int64), mask=listed)
-    odds = chances + 2 * (number * pass_stride + 2 * part_stride) + row * COUNT + place
-    tl.store(odds, q, mask=listed)
-    tl.store(odds + part_stride, chance, mask=listed)
+    probs = floats + 2 * (number * pass_stride + 2 * part_stride) + row * COUNT + place
+    tl.store(probs, q, mask=listed)
+    tl.store(probs + part_stride, path_prob, mask=listed)
 
-    tl.debug_barrier()  # all have read what is written over now
+    tl.debug_barrier()  # the beams read above are overwritten now
     chosen = real & (rank < K)
-    start = 1 if IS_FIRST else 1 + K + (number - 1) * LATER  # where the level stands in the tree
+    start = 1 if IS_FIRST else 1 + K + (number - 1) * LATER  # the level's first place in the tree
     at = row * K + rank
     tl.store(beam_tokens + at, token, mask=chosen)
     tl.store(origins + at, row * K + beam, mask=chosen)
-    tl.store(beam_paths + at, chance, mask=chosen)
+    tl.store(beam_paths + at, path_prob, mask=chosen)
     tl.store(beam_places + at, start + place, mask=chosen)
     tl.store(depths + at, number, mask=chosen)
     tl.store(cache_places + at, number * K + rank, mask=chosen)

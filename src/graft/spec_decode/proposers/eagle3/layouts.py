@@ -1,7 +1,6 @@
-"""Layouts of published EAGLE-3 heads, one per project: names in `config.json` and of tensors, for reading and writing.
+"""Layouts of published EAGLE-3 heads, one for each project: names in `config.json` and of tensors.
 
-Only names and numbers are dealt with here; files are `checkpoint`'s.
-`docs/checkpoints.md` says where each fact comes from.
+`checkpoint` reads and writes the files. `docs/checkpoints.md` says where each fact comes from.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from graft.spec_decode.proposers.checkpoints import (
 )
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config
 
-_LAYER = "midlayer."  # as `Eagle3Head` has it
+_LAYER = "midlayer."  # in `Eagle3Head`
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names that one project uses; defaults are SafeAILab's."""
+    """Names that one project uses. Defaults are SafeAILab's."""
 
     name: str
-    architectures: tuple[str, ...]  # in config.json; the first is the one to write
-    layer: str = _LAYER  # what the decoder layer's tensors start with
-    shape: Place = ()  # of the decoder layer's shape in config.json
-    layers: Place = ("eagle_config", "eagle_aux_hidden_state_layer_ids")  # of the numbers of the target's layers
-    numbers_outputs: bool = True  # those number the layers' outputs: the output of i is the input of i + 1
-    constants: Json = field(default_factory=dict)  # what else its readers need
+    architectures: tuple[str, ...]  # in config.json; the first is written
+    layer: str = _LAYER  # prefix of the decoder layer's tensors
+    shape: Place = ()  # where the decoder layer's shape is in config.json
+    layers: Place = ("eagle_config", "eagle_aux_hidden_state_layer_ids")  # where the target's layer numbers are
+    numbers_outputs: bool = True  # they count outputs: the output of i is the input of i + 1
+    constants: Json = field(default_factory=dict)  # other keys that its readers need
 
     def spell(self, name: str) -> str:
         """The layout's name of a tensor of `Eagle3Head`."""
@@ -70,13 +69,8 @@ LAYOUTS = {
 }
 
 _NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-# What the head computes, where a config might ask for something else.
-_ONLY = {
-    "hidden_act": "silu",
-    "num_hidden_layers": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+# The only supported values.
+_ONLY = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
 
 
 def recognise(config: Json) -> Layout:
@@ -98,7 +92,7 @@ def head_name(name: str) -> str:
 
 
 def read_config(layout: Layout, config: Json) -> dict[str, Any]:
-    """Arguments of `Eagle3Config` from config.json; without `target_layers` where it means the default ones."""
+    """Arguments of `Eagle3Config` from config.json; without `target_layers` if it does not name them."""
     facts = read_shape(config, layout.shape, _ONLY)
     require(
         value_at(config, ("eagle_config", "use_aux_hidden_state")) is not False, "it does not read the target's layers"
@@ -120,9 +114,9 @@ def write_config(layout: Layout, head: Eagle3Config) -> dict[str, Any]:
     shape |= {"sliding_window": head.sliding_window, "use_sliding_window": head.sliding_window is not None}
     config: dict[str, Any] = {"architectures": [layout.architectures[0]], **layout.constants}
     config |= {"draft_vocab_size": head.draft_vocab_size, **{key: getattr(head, key) for key in _NORMS}}
-    if head.target_hidden_size != head.hidden_size:  # a reader may take the key itself for a difference
+    if head.target_hidden_size != head.hidden_size:  # readers may take the key itself for a difference
         config["target_hidden_size"] = head.target_hidden_size
-    for spelling in (layout, LAYOUTS["speculators"]):  # which vLLM looks for first, whatever the layout
+    for spelling in (layout, LAYOUTS["speculators"]):  # vLLM looks for these names first
         put_at(config, spelling.layers, [layer - spelling.numbers_outputs for layer in head.target_layers])
     for key, value in shape.items():
         put_at(config, (*layout.shape, key), value)

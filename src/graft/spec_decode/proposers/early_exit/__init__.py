@@ -1,4 +1,4 @@
-"""Early exit (LayerSkip): the target's own first layers as the drafter, and the choice of the layer to exit behind."""
+"""Early exit (LayerSkip): the target's own first layers as drafter, and the choice of the exit layer."""
 
 from graft.spec_decode.proposers.early_exit.drafter import EarlyExitDrafter
 from graft.spec_decode.proposers.early_exit.exit_layer import (

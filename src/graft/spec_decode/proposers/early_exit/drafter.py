@@ -1,8 +1,8 @@
-"""EarlyExitDrafter: drafts with the target's own first layers, its final norm and its output layer.
+"""EarlyExitDrafter: drafts with the target's own first layers, final norm and output layer.
 
-It has the target's weights and KV cache, and nothing of its own to load or to read: what the target has read, the first
-layers have read. The target's step goes on with its drafts behind the exit layer (`runner`). On a GPU steps are
-captured, and run all nodes through all layers: leaves and grafts need the first layers' weights to be read anyway.
+It uses the target's weights and KV cache, so there is nothing to load or to prefill. The verify step continues the
+drafted nodes after the exit layer (`runner`). On a GPU steps are captured and run all nodes through all layers: leaves
+and grafted nodes need the first layers' weights anyway.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallM
 
 
 class ExitRow(ModelRow):
-    """What the drafter keeps of one row, which is the target's own."""
+    """One row's draft state, in the target's own row."""
 
     @classmethod
-    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> Self:
+    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
         return cls(row, row)
 
 
 class EarlyExitDrafter(SmallModelDrafter):
-    """Drafts with the first layers of the target, of which it is an exit behind layer `num_layers`."""
+    """Drafts with the target's first `num_layers` layers."""
 
     def __init__(self, target: PreTrainedModel, num_layers: int, settings: TreeSettings | None = None) -> None:
         super().__init__(first_layers(target, num_layers), TargetRunner(target).vocab_size, settings)
@@ -44,7 +44,7 @@ class EarlyExitDrafter(SmallModelDrafter):
         return EarlyExitDrafter(self._target, self.num_layers, settings)
 
     def of_model(self, target: PreTrainedModel) -> EarlyExitDrafter:
-        """The same exit of another model, that of `widen` say, whose added layers come last."""
+        """The same exit layer of another model, such as one that `widen` made, whose added layers come last."""
         return EarlyExitDrafter(target, self.num_layers, self.settings)
 
     @property
@@ -60,7 +60,7 @@ class EarlyExitDrafter(SmallModelDrafter):
         return FirstLayersRunner(self._target, self.num_layers, cache.pool, cache.store)
 
     def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Does nothing: the target has read it."""
+        """Nothing to do: the target has read it."""
 
     def learn(
         self,
@@ -69,7 +69,7 @@ class EarlyExitDrafter(SmallModelDrafter):
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> None:
-        for row in state.rows:  # what was accepted is in the target's cache
+        for row in state.rows:  # accepted tokens are in the target's cache
             row.drop_drafts()
 
     def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:

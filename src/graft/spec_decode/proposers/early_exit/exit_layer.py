@@ -1,7 +1,7 @@
-"""Chooses the layer behind which an early-exit drafter leaves the model: the one that promises the most speed.
+"""Chooses the exit layer of an early-exit drafter by expected speed.
 
-On the model's own greedy answers it counts how often each of a few layers would have chosen the same token, and weighs
-that against the share of the weights that a draft pass reads.
+On the model's own greedy answers it counts how often each of a few layers would have chosen the same token. The cost of
+a layer is the share of the weights that a draft pass reads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from graft.settings import require
 from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
 from graft.tree.tree import DraftTree
 
-EARLY_EXIT = "early-exit"  # as `--draft` takes it, alone or before a colon and a layer
-_MAX_PROMPTS = 8  # that a layer is chosen by
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the layers that are tried
+EARLY_EXIT = "early-exit"  # for `--draft`, alone or with a layer: early-exit:8
+_MAX_PROMPTS = 8  # to choose a layer by
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of all layers, to try
 _MAX_NEW_TOKENS = 32
 _MAX_DRAFTED = 8  # tokens a round
-# Of several kinds, and not the benchmark's: it is not to be tuned on what it measures.
+# Of several kinds, and not from the benchmark.
 _PROMPTS = (
     "Explain in a few sentences why leaves change their colour in autumn.",
     "Write a Python function that returns the second largest number of a list.",
@@ -40,21 +40,21 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class ExitEstimate:
-    """What is expected of an exit layer."""
+    """Expected agreement, cost and speed of an exit layer."""
 
     layer: int
-    agreement: float  # share of tokens that it would have chosen as the whole model did
-    cost: float  # of a draft pass, in forwards of the whole model: the share of the weights that it reads
+    agreement: float  # share of tokens that it would choose like the whole model
+    cost: float  # of a draft pass, in forwards of the whole model
 
     @property
     def speed(self) -> float:
-        """Tokens a round over its cost, where chains of the best length are drafted and plain decoding is 1."""
+        """Tokens by cost of a round with chains of the best length. Plain decoding is 1."""
         drafted = range(1, _MAX_DRAFTED + 1)
         return max(sum(self.agreement**i for i in range(n + 1)) / (1 + n * self.cost) for n in drafted)
 
 
 def named_layer(draft: str) -> int | None:
-    """The layer that early-exit:LAYER names; None if it names none."""
+    """The layer of early-exit:LAYER; None if it names none."""
     _, colon, word = draft.partition(":")
     if not colon:
         return None
@@ -65,7 +65,7 @@ def named_layer(draft: str) -> int | None:
 
 
 def usual_prompts(model: PreTrainedModel, tokenizer: Any | None) -> list[list[int]]:
-    """Prompts to choose a layer by, where the user has given none."""
+    """Default prompts to choose a layer by."""
     if tokenizer is None:
         most = len(layers_of(model)) - 1
         raise GraftError(
@@ -82,7 +82,7 @@ def _encode(prompt: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
 
 
 def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> int:
-    """The layer with the best expected speed on answers to the first of these prompts; of equals the first."""
+    """The layer with the best expected speed on answers to the first of these prompts."""
     best = max(estimate_exits(model, prompts[:_MAX_PROMPTS]), key=lambda each: each.speed)
     if best.speed <= 1:
         warnings.warn(
@@ -96,8 +96,8 @@ def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> i
 def estimate_exits(
     model: PreTrainedModel, prompts: Sequence[list[int]], layers: Sequence[int] = ()
 ) -> list[ExitEstimate]:
-    """What is expected of each of some layers; of a few between the first and the last if none are named."""
-    require(bool(prompts), "an exit layer is chosen by answers, and there are no prompts")
+    """Estimates of some layers, by default of a few between the first and the last."""
+    require(bool(prompts), "choosing an exit layer needs prompts, and there are none")
     all_layers = layers_of(model)
     count = len(all_layers)
     tried = tuple(layers) or tuple(sorted({max(round(share * count), 1) for share in _SHARES} - {count}))
@@ -108,7 +108,8 @@ def estimate_exits(
         for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
             agreed[number] += (exit_logits(model, own[None])[0].argmax(dim=-1).cpu() == answer).sum()
         num_tokens += len(answer)
-    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], _output_layer(model)))
+    output_layer: Any = model.get_output_embeddings()
+    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], output_layer))
     return [
         ExitEstimate(layer, float(share), (layer * each + head) / (count * each + head))
         for layer, share in zip(tried, agreed / max(num_tokens, 1), strict=True)
@@ -116,14 +117,14 @@ def estimate_exits(
 
 
 def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """The model's answers [n] to the prompts, and the hidden states [n, layers * H] that each token was chosen from."""
+    """The model's answers [n] to the prompts, and the hidden states [n, layers * H] before each token."""
     configured = getattr(runner.model.generation_config, "eos_token_id", None)
     ends = set(configured) if isinstance(configured, list) else {configured}
     longest, context = max(map(len, prompts)), runner.max_positions or math.inf
     require(longest < context, f"a prompt of {longest} tokens leaves no room for an answer in a context of {context}")
     num_steps = int(min(_MAX_NEW_TOKENS, context - longest))
     cache = runner.open(len(prompts), longest + num_steps)
-    tokens, hidden = [], []  # by step, of all rows
+    tokens, hidden = [], []  # by step
     try:
         for row, prompt in enumerate(prompts):
             for _ in runner.prefill(cache, row, prompt[:-1]):
@@ -143,9 +144,3 @@ def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[
         length = next((at for at, token in enumerate(text, start=1) if token in ends), len(text))
         answers.append((torch.tensor(text[:length]), torch.stack([step[row] for step in hidden[:length]])))
     return answers
-
-
-def _output_layer(model: PreTrainedModel) -> torch.nn.Module:
-    output = model.get_output_embeddings()
-    assert output is not None
-    return output

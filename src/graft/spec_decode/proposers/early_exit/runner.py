@@ -1,7 +1,7 @@
-"""Drafting with a model's first layers, and the target's step that goes on from where they stopped.
+"""Runs a model's first layers for drafting, and lets the target's step continue after them.
 
-`FirstLayersRunner` drafts and leaves a `FirstLayersStep` in each row. The target's runner finds it there and lets it
-finish the step, so that no layer runs a token twice.
+`FirstLayersRunner` leaves a `FirstLayersStep` in each row. The target's runner finds it there and lets it finish the
+step, so that no layer runs a token twice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from graft.spec_decode.proposers.early_exit.split import SplitModel
 
 @dataclass(frozen=True)
 class FirstLayersStep:
-    """Tokens behind a row's committed ones that the first layers have run: their keys and values are in the row's
-    pages, by place."""
+    """Uncommitted tokens that the first layers have run. Their keys and values are in the row's pages, in order."""
 
     split: SplitModel
     length: int  # of the row
     tokens: list[int]  # the root first
     parents: list[int]  # places
-    hidden: Tensor  # [n, H] what the first layers gave
+    hidden: Tensor  # [n, H] outputs of the first layers
 
     def places_of(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """Where each node of a tree is among these tokens, by its whole path; -1: nowhere."""
+        """The place of each node of a tree among these tokens, compared by path; -1: not there."""
         children = {node: place for place, node in enumerate(zip(self.parents, self.tokens, strict=True)) if place}
         found = [0 if tokens[0] == self.tokens[0] else -1]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -42,10 +41,9 @@ class FirstLayersStep:
         return found
 
     def finish(self, runner: TargetRunner, step: FlatStep, begun: Sequence[FirstLayersStep | None]) -> Tensor:
-        """Logits [1, T, V] of the step: the first layers run the tokens that they have not run yet, and the rest of the
-        model runs all."""
+        """Logits [1, T, V] of the step: run the first layers on new tokens, then the other layers on all."""
         split = self.split
-        require(split.model is runner.model, "an early-exit drafter drafts for its own model alone: make one for this")
+        require(split.model is runner.model, "an early-exit drafter works with its own model only: make one for this")
         is_run = np.ones(step.num_tokens, dtype=bool)
         known: list[Tensor] = []
         moves: list[tuple[Row, int, int]] = []
@@ -70,7 +68,7 @@ class FirstLayersStep:
 
 
 class FirstLayersRunner(TargetRunner):
-    """Runs a model's first layers, then its final norm and output layer, over another runner's KV cache."""
+    """Runs a model's first layers, final norm and output layer over the KV cache of the model's own runner."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int, pool: PagePool, store: KVStore) -> None:
         """pool, store: those of the model's own runner."""

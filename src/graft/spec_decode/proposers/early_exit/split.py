@@ -1,7 +1,7 @@
-"""SplitModel: a model cut in two behind one of its decoder layers.
+"""SplitModel: a model cut in two after one of its decoder layers.
 
-Both parts are views of the model: its own modules, weights, config and code, with some layers left out or stood in for.
-A view has copies of the modules above the decoder layers only, and none of any weight.
+Both parts are views of the model: its own modules, weights, config and code, with some layers left out or replaced. A
+view copies only the modules above the decoder layers, and no weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from graft.model.decoder_layers import find_layers, layers_of
 from graft.model.overrides import evaluating
 from graft.settings import require
 
-_TOLERANCE = 0.02  # of the logits' spread: another computation's are further apart, another rounding's are not
+_TOLERANCE = 0.02  # of the logits' standard deviation: more than rounding errors, less than wrong results
 
 
 class SplitModel:
-    """A model's first layers and the others, each run by the model's own code. One thread at a time."""
+    """A model's first layers and the others, each run by the model's own code. Not thread-safe."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         """num_layers: in the first part."""
@@ -35,7 +35,7 @@ class SplitModel:
         self._rest, _ = _view(model, [*self._given, *layers[num_layers:]])
 
     def check(self) -> None:
-        """A GraftError if both parts together are not the model: if layers hand on more than hidden states, say."""
+        """Raise a GraftError if both parts do not give the model's output, as with layers that pass on more."""
         tokens = torch.arange(4, device=self.model.device)[None]
         tokens %= self.model.config.get_text_config().vocab_size
         arguments = {"input_ids": tokens, "use_cache": False}
@@ -44,26 +44,26 @@ class SplitModel:
                 whole = self.model(**arguments).logits.float()
                 parts = self.run_rest(self.hidden_of(**arguments), **arguments).float()
             is_same = bool((whole - parts).abs().max() <= _TOLERANCE * whole.std())
-        except Exception as error:  # whatever a model's code may raise
+        except Exception as error:  # a model's code may raise anything
             raise GraftError(f"{self._problem}: {type(error).__name__}: {error}".partition("\n")[0]) from error
         require(is_same, self._problem)
 
     @property
     def _problem(self) -> str:
         return (
-            f"{type(self.model).__name__} cannot be cut behind layer {self.num_layers}: its later layers need more "
-            "than hidden states; draft with something else"
+            f"{type(self.model).__name__} cannot be cut after layer {self.num_layers}: its later layers need more "
+            "than hidden states; use another drafter"
         )
 
-    # arguments: those of the model's own forward.
+    # arguments: of the model's own forward
 
     def run_first(self, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """Logits by the first layers, the final norm and the output layer; and the first layers' hidden states."""
+        """Logits of the early exit, and the first layers' hidden states."""
         logits: Tensor = self._first(**arguments).logits
         return logits, self._last.take()
 
     def hidden_of(self, **arguments: Any) -> Tensor:
-        """The first layers' hidden states [1, T, H] alone."""
+        """The first layers' hidden states [1, T, H]."""
         self._first_decoder(**arguments)
         return self._last.take()
 
@@ -85,11 +85,11 @@ def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def exit_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What the final norm and the output layer make of hidden states [1, T, H]: logits [1, T, V]."""
+    """Logits [1, T, V] of hidden states [1, T, H], by the final norm and the output layer."""
     layer = _Given(layers_of(model)[0])
     layer.hidden = hidden
     view, _ = _view(model, [layer])
-    tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)  # whose embedding is not used
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)  # not used
     with torch.no_grad(), evaluating(model):
         logits: Tensor = view(input_ids=tokens, use_cache=False).logits
     return logits
@@ -98,7 +98,7 @@ def exit_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def check_exit_layer(model: PreTrainedModel, num_layers: int) -> int:
     most = len(layers_of(model)) - 1
     name = type(model).__name__
-    require(most > 0, f"{name} has one layer, so there is none to exit behind: early exit needs two layers or more")
+    require(most > 0, f"{name} has one layer, and early exit needs two or more")
     require(
         1 <= num_layers <= most,
         f"the exit layer is {num_layers}, and must be between 1 and {most}: {name} has {most + 1} layers",
@@ -107,7 +107,7 @@ def check_exit_layer(model: PreTrainedModel, num_layers: int) -> int:
 
 
 class _Recorder(nn.Module):
-    """A decoder layer whose output is kept."""
+    """A decoder layer that keeps its output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ class _Recorder(nn.Module):
     def take(self) -> Tensor:
         output, self._output = self._output, None
         require(
-            isinstance(output, Tensor), f"{type(self.layer).__name__} gives more than hidden states: no exit behind it"
+            isinstance(output, Tensor), f"{type(self.layer).__name__} gives more than hidden states: no exit after it"
         )
         assert output is not None
         return output
 
 
 class _Given(nn.Module):
-    """In a decoder layer's stead: gives hidden states that are known already, whatever comes in."""
+    """Replacement of a decoder layer that returns known hidden states."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Given(nn.Module):
 
 
 def _view(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[PreTrainedModel, nn.Module]:
-    """The model with these decoder layers, and the part of it that runs them."""
+    """A view of the model with these decoder layers, and its module that runs them."""
     owner, name = find_layers(model)
     path = next(path for path, module in model.named_modules() if module is owner)
     view = _copied(model)
@@ -154,11 +154,11 @@ def _view(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[PreTrain
 
 
 def _copied(module: Any) -> Any:
-    """A module of the same submodules and parameters, of which others can be put in their places."""
+    """A copy with the same submodules and parameters, in which submodules can be replaced."""
     is_plain = "forward" not in vars(module) and not hasattr(module, "_hf_hook")
     require(is_plain, f"{type(module).__name__} has a forward of its own, so it cannot be run in part")
     own = copy.copy(module)
     own._modules = dict(module._modules)
-    own._compiled_call_impl = None  # would run the module itself
-    own.training = False  # of these copies alone; whoever runs them sees to the layers
+    own._compiled_call_impl = None  # it would run the original
+    own.training = False  # of the copies; the caller sets the mode of the layers
     return own

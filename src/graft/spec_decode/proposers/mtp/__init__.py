@@ -1,4 +1,4 @@
-"""MTP heads: the multi-token-prediction layer that comes in a model's own checkpoint, and the drafter that uses it."""
+"""MTP heads: the multi-token-prediction layer in a model's own checkpoint, and its drafter."""
 
 from graft.spec_decode.proposers.mtp.checkpoint import MTP, has_head, load_head
 from graft.spec_decode.proposers.mtp.head import MtpHead

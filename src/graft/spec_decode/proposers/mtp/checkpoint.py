@@ -1,7 +1,7 @@
-"""MTP weights in a model's own checkpoint: which names they have, and the head that is made of them.
+"""MTP weights in a model's own checkpoint: their names, and the head made of them.
 
-transformers leaves them out when it loads the model, so they are read here, from safetensors alone. Nothing is guessed
-or skipped: the head is complete, or an error says in one line what is wrong.
+transformers skips them when it loads the model, so they are read here, from safetensors only. Nothing is guessed or
+skipped: the head is complete, or an error says in one line what is wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from graft.settings import require
 from graft.spec_decode.proposers.checkpoints import folder_of, said_of
 from graft.spec_decode.proposers.mtp.head import MtpHead
 
-MTP = "mtp"  # what `--draft` calls the head of the target's own checkpoint
+MTP = "mtp"  # the name of this head for `--draft`
 
 _INDEX = "model.safetensors.index.json"
-_LAYER, _NORM = "model.layers.0.", "model.norm."  # the decoder layer and the norm behind it, in a model of one layer
+_LAYER, _NORM = "model.layers.0.", "model.norm."  # in a one-layer model: the decoder layer and the final norm
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-# Settings by layer, as a model of one layer has them, with a plain MLP and with experts.
+# Per-layer settings of a one-layer model, with a plain MLP and with experts.
 _ONE_LAYER: Mapping[str, tuple[Any, Any]] = {
     "num_hidden_layers": (1, 1),
     "layer_types": (["full_attention"], ["full_attention"]),
@@ -45,34 +45,34 @@ _ONE_LAYER: Mapping[str, tuple[Any, Any]] = {
 class Layout:
     """Names of the tensors in the files."""
 
-    prefix: str  # of all of them; {layer} is the number behind the target's last layer
-    parts: Mapping[str, str]  # how they go on, and the name here; the first that fits counts
-    copies: tuple[str, ...]  # copies of the target's embedding and output layer, which are used instead
+    prefix: str  # of all of them; {layer} is the number after the target's last layer
+    parts: Mapping[str, str]  # prefix of the rest: name here; the first match counts
+    copies: tuple[str, ...]  # copies of the target's embedding and output layer, not used
 
     def prefix_for(self, config: PreTrainedConfig) -> str:
         return self.prefix.format(layer=config.num_hidden_layers)
 
     def is_in(self, names: Collection[str], config: PreTrainedConfig) -> bool:
-        """Whether there is a head of this layout, whole or not."""
-        # A decoder layer alone may be the target's own: then there is more in the files than config.json says.
+        """Whether there is a head of this layout, complete or not."""
+        # A decoder layer alone may be one of the target's that config.json does not count.
         marks = [self.prefix_for(config) + part for part, own in self.parts.items() if own != _LAYER]
         return any(name.startswith(tuple(marks)) for name in names)
 
     def is_used(self, name: str, config: PreTrainedConfig) -> bool:
-        """Whether a tensor is the first MTP layer's; later ones, which predict further tokens, are not used."""
+        """Whether a tensor is the first MTP layer's. Later ones, which predict further tokens, are not used."""
         prefix = self.prefix_for(config)
         rest = name.removeprefix(prefix)
         return name.startswith(prefix) and not rest.startswith(self.copies) and not re.match(r"layers\.[1-9]", rest)
 
     def own_name(self, rest: str) -> str | None:
-        """The name here of a tensor whose name goes on so behind the prefix; None if there is no place for it."""
+        """The name here of a tensor, from its name without the prefix; None if unknown."""
         for part, own in self.parts.items():
             if rest.startswith(part):
                 return own + rest.removeprefix(part)
         return None
 
     def spell(self, own_name: str, config: PreTrainedConfig) -> str:
-        """The files' name of a tensor; its name here if it is none of theirs."""
+        """The files' name of a tensor; its name here if the files have none."""
         for part, own in self.parts.items():
             if own_name.startswith(own):
                 return self.prefix_for(config) + part + own_name.removeprefix(own)
@@ -106,7 +106,7 @@ LAYOUTS = (
 
 
 def has_head(model: PreTrainedModel) -> bool:
-    """Whether there are MTP weights, whole or not, in the files that a model was loaded from."""
+    """Whether the files of a model have MTP weights, complete or not."""
     if not model.name_or_path:
         return False
     try:
@@ -116,7 +116,7 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def load_head(model: PreTrainedModel) -> MtpHead:
-    """The MTP head in the files that a model was loaded from, on its device and in its dtype."""
+    """Load the MTP head from a model's own files, on its device and in its dtype."""
     if not model.name_or_path:
         raise GraftError("an MTP head is read from the target's own files, and this model has none: load it by name")
     folder, config = _folder(model.name_or_path), model.config
@@ -126,13 +126,13 @@ def load_head(model: PreTrainedModel) -> MtpHead:
         prefixes = " or ".join(f"{layout.prefix_for(config)}*" for layout in LAYOUTS)
         raise GraftError(f"{folder} has no MTP weights (no such tensors as {prefixes}): choose another drafter")
     own = {name: file for name, file in files.items() if layout.is_used(name, config)}
-    folder_of(model.name_or_path, tuple(set(own.values())))  # those of a hub id that are not here
+    folder_of(model.name_or_path, tuple(set(own.values())))  # fetches those of a hub id
     with said_of(folder):
         return _make(_read(folder, own, layout, config), layout, model)
 
 
 def _folder(name: str) -> Path:
-    """Where a model's files are; of a hub id only what says which file a tensor is in is sure to be there."""
+    """The folder of a model's files. Of a hub id, only the index or a single file is fetched."""
     return folder_of(name, (_INDEX, "model.safetensors"))
 
 
@@ -141,7 +141,7 @@ def _layout_of(names: Collection[str], config: PreTrainedConfig) -> Layout | Non
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """All tensors of a model's safetensors, and the file of each."""
+    """The file of each tensor of a model."""
     index = folder / _INDEX
     if not index.is_file():
         files: dict[str, str] = {}
@@ -157,7 +157,7 @@ def _files_by_name(folder: Path) -> dict[str, str]:
 
 
 def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """These tensors, each in a file of the folder, by the names here."""
+    """Read these tensors, by the names here. files: the file of each."""
     tensors: dict[str, Tensor] = {}
     for path in sorted({folder / file for file in files.values()}):
         with _opened(path) as file:
@@ -175,7 +175,7 @@ def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTra
 
 
 def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -> MtpHead:
-    """The head of these tensors."""
+    """Make the head from these tensors."""
     kind, config = type(target), target.config
     require(config.get_text_config() is config, f"{kind.__name__} is more than a text model: its MTP head is not read")
     width = config.hidden_size
@@ -189,13 +189,13 @@ def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -
     num_experts = _check_experts(of_block, layout, config)
     try:
         with quiet_transformers():
-            # The model's own class knows how its checkpoints spell and split what it has joined, such as experts.
+            # The model's class converts names and shapes of its checkpoints, such as experts that it joins.
             loaded: Any = kind.from_pretrained(
                 None,
                 config=_block_config(config, has_experts=num_experts > 0),
                 state_dict=of_block | _borrowed(target),
                 dtype=target.dtype,
-                ignore_mismatched_sizes=True,  # they are said below
+                ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
             )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -215,8 +215,8 @@ def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -
 
 
 def _check_experts(tensors: Mapping[str, Tensor], layout: Layout, config: PreTrainedConfig) -> int:
-    """How many experts there are; a GraftError if one is not like the first, which transformers would not say."""
-    shapes: dict[str, dict[int, list[int]]] = {}  # by name without the number
+    """The number of experts. A GraftError if their shapes differ, which transformers does not check."""
+    shapes: dict[str, dict[int, list[int]]] = {}  # by name without the expert's number
     for name, tensor in tensors.items():
         if (match := _EXPERT.fullmatch(name)) is not None:
             before, number, behind = match.groups()
@@ -234,18 +234,18 @@ def _check_experts(tensors: Mapping[str, Tensor], layout: Layout, config: PreTra
 
 
 def _block_config(config: PreTrainedConfig, has_experts: bool) -> PreTrainedConfig:
-    """The config of a model whose only layer is the MTP layer, with the attention that sees all tokens."""
+    """The config of a model whose only layer is the MTP layer, with full attention."""
     own = copy.deepcopy(config)
     for name, values in _ONE_LAYER.items():
         if getattr(own, name, None) is not None:
             setattr(own, name, values[has_experts])
     if hasattr(own, "quantization_config"):
-        del own.quantization_config  # of the target; these weights are not
+        del own.quantization_config  # the MTP weights are not quantised
     return own
 
 
 def _borrowed(target: PreTrainedModel) -> dict[str, Tensor]:
-    """The target's embedding and output layer, so that none are made for the head."""
+    """The target's embedding and output weights, by name, so that none are made for the head."""
     weights = [part.weight for part in (target.get_input_embeddings(), target.get_output_embeddings())]
     named = target.named_parameters(remove_duplicate=False)
     return {name: weight.detach() for name, weight in named if any(weight is each for each in weights)}

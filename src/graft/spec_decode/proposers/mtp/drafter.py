@@ -1,7 +1,7 @@
-"""The MTP drafter: grows a tree by beam search with the MTP layer, which is used at every depth.
+"""The MTP drafter: beam search with the MTP layer, which runs at every depth.
 
-Its entry of a token is the target's last hidden state there with the embedding of the next token. What is drafted goes
-on from the layer's own normed outputs.
+An entry of its KV cache combines the target's last hidden state at a token with the embedding of the next token.
+Drafted entries take the layer's own normed outputs instead of the target's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from graft.model import KVCache, PagePool
 from graft.model.attention import RowKeys, Visibility
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import Waiting
+from graft.spec_decode.proposers.eager import PendingEntries
 from graft.spec_decode.proposers.mtp.head import MtpHead
 from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
 
 
 class MtpDrafter(RecurrentDrafter):
-    """Drafts with the MTP head of the target's checkpoint, eagerly, on any device."""
+    """Drafts with the MTP head of the target's checkpoint, eagerly."""
 
     def __init__(self, head: MtpHead, settings: TreeSettings | None = None) -> None:
         super().__init__(head.target_layers, head.fc.weight, 1, *head.key_value_heads())
@@ -35,21 +35,21 @@ class MtpDrafter(RecurrentDrafter):
         return tokens, q
 
     def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
-        waiting = Waiting(rows)
-        if not waiting.rows:
+        pending = PendingEntries(rows)
+        if not pending.rows:
             return
-        device, counts = self.device, waiting.counts
+        device, counts = self.device, pending.counts
         keys = [
             RowKeys(row.row, row.length, torch.arange(count), torch.ones(count, count, dtype=torch.bool).tril(), device)
-            for row, count in zip(waiting.rows, counts, strict=True)
+            for row, count in zip(pending.rows, counts, strict=True)
         ]
-        cache, features = self.writing_at(pool, waiting.places), waiting.features()
+        cache, features = self.cache_writing_at(pool, pending.places), pending.features()
         seen = Visibility(keys, features.dtype)
-        output = self._run(cache, seen, waiting.tokens(device), features, waiting.positions(device))[0]
+        output = self._run(cache, seen, pending.tokens(device), features, pending.positions(device))[0]
         last = torch.tensor(counts, device=device).cumsum(0) - 1
-        for row, new in zip(waiting.rows, output[last], strict=True):
+        for row, new in zip(pending.rows, output[last], strict=True):
             row.hidden = new
-        waiting.finish()
+        pending.finish()
 
     def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         output: Tensor = self.head(cache, seen, tokens, hidden, positions)
