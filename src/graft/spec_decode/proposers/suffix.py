@@ -33,7 +33,7 @@ _SCALE = ScaleStruct(
     (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
     (ctypes.c_double * len(_SHARES))(*_SHARES),
 )
-MAX_PAST_TOKENS = 200_000  # of all finished texts fuse_parameters
+MAX_PAST_TOKENS = 200_000  # of all finished texts together
 _MAX_OWNERS = 256  # with finished texts of their own, if texts are isolated
 
 
