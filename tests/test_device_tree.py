@@ -52,10 +52,10 @@ class Case:
         self.texts = [Text(self.tokens(length)) for length in lengths]
         self.past = [self.tokens(rng.randrange(1, 60)) for _ in range(6)]
         self.max_depth = rng.choice((3, 12, 40))
-        self.caps = [rng.choice((0, 7, MOST_NODES, MOST_NODES)) for _ in range(self.num_rows)]
+        self.caps = [MOST_NODES, *(rng.choice((0, 7, MOST_NODES)) for _ in range(self.num_rows - 1))]
         # Products of such numbers are often equal, or nearly: there machines could differ.
         values = [rng.randrange(1, 20) / 20 for _ in range(3 * NUM_SOURCES * NUM_BUCKETS)]
-        self.chances = torch.tensor(values).view(3, NUM_SOURCES, NUM_BUCKETS)
+        self.acceptance_probs = torch.tensor(values).view(3, NUM_SOURCES, NUM_BUCKETS)
         self.levels = [self.level(number) for number in range(len(LEVELS))]
         self.learned = [self.top_k(is_text) for is_text in (False, True, False)]
 
@@ -98,13 +98,13 @@ class Case:
         ids = [text.ids for text in self.texts]
         candidates, reach = Candidates(torch.tensor([own[-1] for own in ids]), ids), []
         candidates.most_nodes = MOST_NODES
-        lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
+        lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
         first, going = candidates.width - 1, [cap > 0 for cap in self.caps]
         for number, level in enumerate(self.levels[: self.num_passes], start=1):
-            reach.append(candidates.add_level(level, self.chances, DRAFTED, number, first, going, NUM_BEAMS))
+            reach.append(candidates.add_level(level, self.acceptance_probs, DRAFTED, number, first, going, NUM_BEAMS))
         if self.num_passes:
-            lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
-        ngrams.propose(candidates, self.texts, TRIGRAM, self.chances, self.max_depth)
+            lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
+        ngrams.propose(candidates, self.texts, TRIGRAM, self.acceptance_probs, self.max_depth)
         return candidates, reach
 
 
@@ -119,14 +119,14 @@ class OnDevice:
         self.pool.tokens.fill_(5)
         self.pool.paths.fill_(0.5)  # left by the round before
         self.texts = copies.Texts(rows + 2, CONTEXT, RING, DEVICE)
-        self.lines = numbers(*range(rows + 1, 1, -1))
-        for text, line in zip(case.texts, self.lines.tolist(), strict=True):
-            self.texts.own[line, : len(text.ids)] = numbers(*text.ids)
-            self.texts.lengths[line] = len(text.ids)
+        self.table_rows = numbers(*range(rows + 1, 1, -1))
+        for text, table_row in zip(case.texts, self.table_rows.tolist(), strict=True):
+            self.texts.own[table_row, : len(text.ids)] = numbers(*text.ids)
+            self.texts.lengths[table_row] = len(text.ids)
         past = [token for text in case.past for token in (*text, -1)]
         self.texts.past[: len(past)] = numbers(*past)
         self.texts.past_end[0] = len(past)
-        self.factors, self.chances = DEPTH_FACTORS.to(DEVICE), case.chances.to(DEVICE)
+        self.factors, self.acceptance_probs = DEPTH_FACTORS.to(DEVICE), case.acceptance_probs.to(DEVICE)
         self.caps, self.max_depths = numbers(*case.caps), numbers(*[case.max_depth] * rows)
         factors = mix64(torch.arange(4)) | 1
         self.tables = tables.Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
@@ -148,17 +148,17 @@ class OnDevice:
 
     def copy(self, places, first):
         """Adds copies of earlier text below the places [R, P]."""
-        pool, texts, lines = self.pool, self.texts, self.lines
+        pool, texts, table_rows = self.pool, self.texts, self.table_rows
         own, past = (copies.Found.make(*places.shape, size, DEVICE) for size in (CONTEXT, RING))
-        copies.find(pool, texts, lines, torch.zeros_like(lines), places, own, past, CONTEXT)
-        calibration = (self.chances, self.factors, self.max_depths)
-        copies.attach(pool, self.shape, texts, lines, places, own, past, *calibration, SUFFIX, first)
+        copies.find(pool, texts, table_rows, torch.zeros_like(table_rows), places, own, past, CONTEXT)
+        calibration = (self.acceptance_probs, self.factors, self.max_depths)
+        copies.attach(pool, self.shape, texts, table_rows, places, own, past, *calibration, SUFFIX, first)
 
     def propose(self):
         """All candidates; returns, by pass that was made, the probability that a beam is accepted."""
         case, pool, shape = self.case, self.pool, self.shape
-        copies.begin(pool, shape, self.texts, self.lines)
-        self.copy(torch.zeros_like(self.lines)[:, None], first=1)
+        copies.begin(pool, shape, self.texts, self.table_rows)
+        self.copy(torch.zeros_like(self.table_rows)[:, None], first=1)
         made = numbers(*[1] * min(case.num_passes, 1), *[0] * (len(LEVELS) + 1))
         thresholds = torch.full((len(LEVELS) + 1,), -1.0, device=DEVICE)
         thresholds[case.num_passes] = 1e9  # the pass that is not made
@@ -166,7 +166,7 @@ class OnDevice:
         reach, reached = reach.to(DEVICE), []
         for number, level in enumerate(case.levels):
             columns = [part.flatten().to(DEVICE) for part in (level.tokens, level.parents, level.probabilities)]
-            given = (self.chances, self.factors, starts, self.caps, thresholds, reach, made, arrived)
+            given = (self.acceptance_probs, self.factors, starts, self.caps, thresholds, reach, made, arrived)
             drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, NUM_BEAMS)
             reached += [reach.tolist()] if number < case.num_passes else []
         assert made.tolist()[: len(LEVELS) + 1] == [number < case.num_passes for number in range(len(LEVELS) + 1)]
@@ -174,7 +174,7 @@ class OnDevice:
         copies.choose_places(pool, shape, made, places, self.max_depths)
         self.copy(places, shape.first_copy)
         salts = torch.zeros(case.num_rows, dtype=torch.int64, device=DEVICE)
-        tables.follow(pool, shape, self.tables, salts, self.chances, self.factors, self.max_depths, TRIGRAM)
+        tables.follow(pool, shape, self.tables, salts, self.acceptance_probs, self.factors, self.max_depths, TRIGRAM)
         return reached
 
 
@@ -215,24 +215,19 @@ def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes):
     assert device.propose() == reach
     assert_same_nodes(candidates, device, is_merged=False)
 
-    candidates.merge(DRAFTED, case.chances)
-    pool, shape, rows = device.pool, device.shape, case.num_rows
-    scratch = ranking.Scratch(rows, pool.capacity, DEVICE)
-    ranking.merge(pool, shape, scratch, device.chances, device.factors, DRAFTED)
+    candidates.merge(DRAFTED, case.acceptance_probs)
+    pool, shape, num_rows = device.pool, device.shape, case.num_rows
+    scratch = ranking.Scratch(num_rows, pool.capacity, DEVICE)
+    ranking.merge(pool, shape, scratch, device.acceptance_probs, device.factors, DRAFTED)
     assert_same_nodes(candidates, device, is_merged=True)
 
-    ranked = ranking.Ranked.make(rows, MOST_NODES, DEVICE)
+    ranked = ranking.Ranked.make(num_rows, MOST_NODES, DEVICE)
     ranking.rank(pool, shape, device.caps, ranked, numbers(TOTAL))
-    step = FlatStep(
-        [Row(line, length=len(text.ids) - 1) for line, text in zip(device.lines.tolist(), case.texts, strict=True)],
-        candidates.ranked(TOTAL, [max(cap, 1) for cap in case.caps]).tree(case.max_depth, sum(ranked.counts.tolist()))[
-            0
-        ]
-        if sum(case.caps)
-        else candidates.ranked(1, [1] * rows).tree(case.max_depth, 0)[0],
-    )
-    if 0 not in case.caps:
-        check_step(device, ranked, step)
+    rows = [
+        Row(table_row, length=len(text.ids) - 1)
+        for table_row, text in zip(device.table_rows.tolist(), case.texts, strict=True)
+    ]
+    check_step(device, ranked, FlatStep(rows, candidates.ranked(TOTAL, case.caps).tree(case.max_depth)[0]))
 
     emitted = [(*case.rng.choice(nodes)[0], *case.tokens(3)) for nodes in _paths_of(candidates)]
     check_outcome(device, candidates, emitted)
@@ -242,7 +237,7 @@ def check_step(device, ranked, expected):
     """The trees as a flat step, with padding behind them."""
     columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
     texts, in_pool = device.texts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.lines, columns, by_row, in_pool, SIZE)
+    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.table_rows, columns, by_row, in_pool, SIZE)
     count, rows = expected.num_tokens, device.case.num_rows
     assert columns[:, :count].tolist() == expected.columns[:, :count].tolist()
     assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()
@@ -253,7 +248,7 @@ def check_step(device, ranked, expected):
 def check_outcome(device, candidates, emitted):
     """Texts grow by what was emitted, and proposals are counted."""
     case, texts, rows = device.case, device.texts, device.case.num_rows
-    tried, fitted = torch.zeros(2, *case.chances.shape)
+    tried, fitted = torch.zeros(2, *case.acceptance_probs.shape)
     candidates.count(emitted, tried, fitted, 1e9)
     width = max(map(len, emitted))
     tokens = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
@@ -264,13 +259,13 @@ def check_outcome(device, candidates, emitted):
     keys = torch.zeros(rows, width + 1, dtype=torch.int64, device=DEVICE)
     starts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     given = (starts, counts, tokens, nodes, places, accepted, committed)
-    outcome.advance(texts, device.lines, *given, device.factors, keys)
-    for text, line, new in zip(case.texts, device.lines.tolist(), emitted, strict=True):
+    outcome.advance(texts, device.table_rows, *given, device.factors, keys)
+    for text, table_row, new in zip(case.texts, device.table_rows.tolist(), emitted, strict=True):
         ids = [*text.ids, *new]
-        assert texts.own[line, : texts.lengths[line]].tolist() == ids
+        assert texts.own[table_row, : texts.lengths[table_row]].tolist() == ids
     assert committed.tolist() == [len(text.ids) - 1 for text in case.texts]
     assert accepted.tolist() == [len(new) - 1 for new in emitted]
-    counted = torch.zeros(2, *case.chances.shape, dtype=torch.int32, device=DEVICE)
+    counted = torch.zeros(2, *case.acceptance_probs.shape, dtype=torch.int32, device=DEVICE)
     outcome.count(device.pool, device.shape, device.factors, counts, keys, *counted)
     assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()
 

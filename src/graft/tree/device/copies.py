@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NO_TOKEN, Pool, PoolShape, chance_of, key_of, path_of
+from graft.tree.device.pool import ALONE, NO_TOKEN, Pool, PoolShape, key_of, path_of, prob_of
 
 MAX_OCCURRENCES = 12  # of a pair of tokens, the latest, that are compared
 MAX_MATCH = 24  # tokens that are compared
@@ -24,15 +24,16 @@ _NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences that go on 
 
 
 class Texts:
-    """Token ids on the device: the rows' own texts, a line each, and finished texts in a ring.
+    """Token ids on the device: the rows' own texts, by row of the block tables, and finished texts in a ring.
 
     Each finished text is followed by NO_TOKEN, so that nothing is matched or copied across its end.
     """
 
-    def __init__(self, num_lines: int, context: int, past: int, device: torch.device) -> None:
+    def __init__(self, num_table_rows: int, context: int, past: int, device: torch.device) -> None:
         """past: room for tokens of finished texts, a power of two."""
-        self.own = torch.zeros(num_lines, context, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(num_lines, dtype=torch.int32, device=device)  # tokens of each text, the root's too
+        self.own = torch.zeros(num_table_rows, context, dtype=torch.int32, device=device)
+        # Tokens of each text, the root's too.
+        self.lengths = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
         self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
         self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # who may see each token; 0: everybody
         self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and those since dropped
@@ -52,8 +53,8 @@ class Found:
         return cls(counts, torch.zeros(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
 
 
-def begin(pool: Pool, shape: PoolShape, texts: Texts, lines: Tensor) -> None:
-    """Starts a round: the roots are the last tokens of the texts of `lines` [R], and all else is padding."""
+def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
+    """Start a round: the roots are the last tokens of the texts at `table_rows` [R], and all else is padding."""
     _begin_kernel[(shape.num_rows, triton.cdiv(shape.width, _BLOCK))](
         pool.tokens,
         pool.parents,
@@ -66,7 +67,7 @@ def begin(pool: Pool, shape: PoolShape, texts: Texts, lines: Tensor) -> None:
         pool.before,
         texts.own,
         texts.lengths,
-        lines,
+        table_rows,
         texts.own.shape[1],
         pool.before.shape[1],
         pool.capacity,
@@ -94,12 +95,19 @@ def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, ma
 
 
 def find(
-    pool: Pool, texts: Texts, lines: Tensor, owners: Tensor, places: Tensor, own: Found, past: Found, max_context: int
+    pool: Pool,
+    texts: Texts,
+    table_rows: Tensor,
+    owners: Tensor,
+    places: Tensor,
+    own: Found,
+    past: Found,
+    max_context: int,
 ) -> None:
     """Finds the last two tokens of every place in the row's own text and in finished ones.
 
-    lines: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row sees. places: [R, P] int32 nodes
-    of the pool, -1 for none. max_context: no text is longer.
+    table_rows: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row sees. places: [R, P] int32
+    nodes of the pool, -1 for none. max_context: no text is longer.
     """
     num_rows, num_places = places.shape
     for found, num_blocks, is_past in (
@@ -114,7 +122,7 @@ def find(
             texts.owners,
             texts.past_end,
             texts.lengths,
-            lines,
+            table_rows,
             owners,
             places,
             found.counts,
@@ -135,11 +143,11 @@ def attach(
     pool: Pool,
     shape: PoolShape,
     texts: Texts,
-    lines: Tensor,
+    table_rows: Tensor,
     places: Tensor,
     own: Found,
     past: Found,
-    chances: Tensor,
+    acceptance_probs: Tensor,
     factors: Tensor,
     max_depths: Tensor,
     source: int,
@@ -163,17 +171,17 @@ def attach(
         texts.own,
         texts.past,
         texts.lengths,
-        lines,
+        table_rows,
         places,
         own.counts,
         own.positions,
         past.counts,
         past.positions,
-        chances,
+        acceptance_probs,
         factors,
         max_depths,
         source,
-        *chances.shape[1:],
+        *acceptance_probs.shape[1:],
         pool.capacity,
         first,
         texts.own.shape[1],
@@ -203,7 +211,7 @@ def _begin_kernel(
     before: tl.tensor,
     texts: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     context: tl.int64,
     num_rows: int,
     capacity: int,
@@ -215,9 +223,9 @@ def _begin_kernel(
     node = row.to(tl.int64) * capacity + place
     tl.store(paths + node, tl.where(place == 0, 1.0, 0.0), mask=place < capacity)
     if block == 0:
-        line = tl.load(lines + row)
-        end = tl.load(lengths + line)
-        text = texts + line.to(tl.int64) * context
+        table_row = tl.load(table_rows + row)
+        end = tl.load(lengths + table_row)
+        text = texts + table_row.to(tl.int64) * context
         root = row.to(tl.int64) * capacity
         tl.store(tokens + root, tl.load(text + end - 1, mask=end > 0, other=0))
         tl.store(before + row, tl.load(text + end - 2, mask=end > 1, other=-1))
@@ -270,7 +278,7 @@ def _find_kernel(
     text_owners: tl.tensor,
     past_end: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     owners: tl.tensor,
     places: tl.tensor,
     counts: tl.tensor,
@@ -297,10 +305,10 @@ def _find_kernel(
         token = tl.load(text + (at & ring), mask=is_text, other=-1)
         prior = tl.load(text + ((at - 1) & ring), mask=is_text, other=-1)
     else:
-        line = tl.load(lines + row)
-        at = tl.load(lengths + line).to(tl.int64) - 1 - back
+        table_row = tl.load(table_rows + row)
+        at = tl.load(lengths + table_row).to(tl.int64) - 1 - back
         is_text = at > 0
-        text = texts + line.to(tl.int64) * context
+        text = texts + table_row.to(tl.int64) * context
         owner = 0
         token = tl.load(text + at, mask=is_text, other=-1)
         prior = tl.load(text + at - 1, mask=is_text, other=-1)
@@ -409,13 +417,13 @@ def _attach_kernel(
     own_texts: tl.tensor,
     past: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     places: tl.tensor,
     own_counts: tl.tensor,
     own_positions: tl.tensor,
     past_counts: tl.tensor,
     past_positions: tl.tensor,
-    chances: tl.tensor,
+    acceptance_probs: tl.tensor,
     factors: tl.tensor,
     max_depths: tl.tensor,
     source: int,
@@ -441,9 +449,9 @@ def _attach_kernel(
     if node < 0:
         return
     first = row.to(tl.int64) * capacity
-    line = tl.load(lines + row)
-    end = tl.load(lengths + line).to(tl.int64)
-    text = own_texts + line.to(tl.int64) * context
+    table_row = tl.load(table_rows + row)
+    end = tl.load(lengths + table_row).to(tl.int64)
+    text = own_texts + table_row.to(tl.int64) * context
     top = tl.load(depths + first + node)
     need = tl.load(needs + first + node)
     limit = tl.minimum(MAX_LENGTH, tl.load(max_depths + row) - top)
@@ -498,8 +506,8 @@ def _attach_kernel(
         is_made = is_first & (num_own + rank < NUM_NODES)
         made_at = own_first + num_own + rank
         bucket = _match_bucket(own_longest + step, size, own_members)
-        chance = chance_of(chances, ALONE, source, bucket, num_sources, num_buckets, is_made)
-        path = path_of(own_path, chance)
+        prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, is_made)
+        path = path_of(own_path, prob)
         key = key_of(own_key, own_next, nothing + depth, factors, is_made)
         at = first + made_at
         tl.store(tokens + at, own_next, mask=is_made)
@@ -521,8 +529,8 @@ def _attach_kernel(
         has_node = tl.sum(is_known.to(tl.int32), axis=1) > 0
         is_new = is_past_made & (has_node == 0)
         past_bucket = _match_bucket(past_longest + step, past_size, past_members)
-        past_chance = chance_of(chances, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
-        new_path = path_of(past_path, past_chance)
+        past_prob = prob_of(acceptance_probs, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
+        new_path = path_of(past_path, past_prob)
         new_key = key_of(past_key, past_next, nothing + depth, factors, is_new)
         is_earlier = is_new[None, :] & (past_rank[None, :] < past_rank[:, None])
         new_at = past_first + num_new + tl.sum(is_earlier.to(tl.int32), axis=1)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NUM_BUCKETS, Pool, PoolShape, bucket_of, chance_of, key_of, path_of
+from graft.tree.device.pool import ALONE, NUM_BUCKETS, Pool, PoolShape, bucket_of, key_of, path_of, prob_of
 
 
 def add_level(
@@ -20,7 +20,7 @@ def add_level(
     tokens: Tensor,  # [R * n] int64, likeliest first
     parents: Tensor,  # [R * n] int64, numbers in the drafted tree: 0 is the root
     probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding
-    chances: Tensor,  # [agreements, sources, buckets] float32
+    acceptance_probs: Tensor,  # [agreements, sources, buckets] float32
     factors: Tensor,  # int64, by depth
     starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
     caps: Tensor,  # [R] int32: a row of 0 gets no drafted node
@@ -45,7 +45,7 @@ def add_level(
         tokens,
         parents,
         probabilities,
-        chances,
+        acceptance_probs,
         factors,
         starts,
         caps,
@@ -54,7 +54,7 @@ def add_level(
         made,
         arrived,
         source,
-        *chances.shape[1:],
+        *acceptance_probs.shape[1:],
         pool.capacity,
         shape.level_start(number),
         shape.first_level,
@@ -81,7 +81,7 @@ def _add_level_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
     probabilities: tl.tensor,
-    chances: tl.tensor,
+    acceptance_probs: tl.tensor,
     factors: tl.tensor,
     starts: tl.tensor,
     caps: tl.tensor,
@@ -114,9 +114,9 @@ def _add_level_kernel(
     first = row.to(tl.int64) * capacity
     depth = tl.load(depths + first + parent, mask=inside, other=0) + 1
     bucket = bucket_of(q, starts, NUM_BUCKETS)
-    chance = chance_of(chances, ALONE, source, bucket, num_sources, num_buckets, inside)
+    prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, inside)
     is_node = inside & (q > 0) & (tl.load(caps + row) > 0)
-    path = path_of(tl.load(paths + first + parent, mask=inside, other=0.0), tl.where(is_node, chance, 0.0))
+    path = path_of(tl.load(paths + first + parent, mask=inside, other=0.0), tl.where(is_node, prob, 0.0))
     node = first + level_start + place
     tl.store(pool_tokens + node, token, mask=inside)
     tl.store(pool_parents + node, parent, mask=inside)

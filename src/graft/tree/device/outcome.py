@@ -24,7 +24,7 @@ def exponential_terms(device: torch.device) -> Tensor:
 
 def advance(
     texts: Texts,
-    lines: Tensor,  # [R] int32
+    table_rows: Tensor,  # [R] int32
     starts: Tensor,  # [R or more] int32 each row's first token in the step
     counts: Tensor,  # [R] int32 new tokens of each row; 0 for a row that is not in use
     tokens: Tensor,  # [R, W] int32 these tokens
@@ -40,7 +40,7 @@ def advance(
     _advance_kernel[(num_rows,)](
         texts.own,
         texts.lengths,
-        lines,
+        table_rows,
         starts,
         counts,
         tokens,
@@ -144,7 +144,7 @@ def learn(
 def _advance_kernel(
     texts: tl.tensor,
     text_lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
     tokens: tl.tensor,
@@ -161,13 +161,13 @@ def _advance_kernel(
 ) -> None:
     """One row."""
     row = tl.program_id(0)
-    count, line, start = tl.load(counts + row), tl.load(lines + row), tl.load(starts + row)
-    end = tl.load(text_lengths + line)
+    count, table_row, start = tl.load(counts + row), tl.load(table_rows + row), tl.load(starts + row)
+    end = tl.load(text_lengths + table_row)
     number = tl.arange(0, BLOCK)
     token = tl.load(tokens + row * W + number, mask=number < count, other=0)
     node = tl.load(nodes + row * W + number, mask=number < count, other=0)
     fits = (number < count) & (end + number < context)
-    tl.store(texts + line.to(tl.int64) * context + end + number, token, mask=fits)
+    tl.store(texts + table_row.to(tl.int64) * context + end + number, token, mask=fits)
     tl.store(places + row * places_room + number - 1, node - start, mask=(number > 0) & (number < count))
     factor = tl.load(factors + number + 1, mask=number < count, other=0)
     key = tl.cumsum((token.to(tl.int64) + 1) * factor, axis=0)
@@ -176,7 +176,7 @@ def _advance_kernel(
     tl.store(num_accepted + row, tl.maximum(count - 1, 0))
     tl.store(lengths + row, end - 1)
     if count > 0:
-        tl.store(text_lengths + line, tl.minimum(end + count, context.to(tl.int32)))
+        tl.store(text_lengths + table_row, tl.minimum(end + count, context.to(tl.int32)))
 
 
 @triton.jit

@@ -71,9 +71,9 @@ class Pool:
 
 
 @triton.jit
-def path_of(above: tl.tensor, chance: tl.tensor) -> tl.tensor:
+def path_of(above: tl.tensor, prob: tl.tensor) -> tl.tensor:
     """The path probability of a node, given its parent's and its own acceptance probability."""
-    path = above * tl.minimum(chance, _SURE)
+    path = above * tl.minimum(prob, _SURE)
     return tl.where(path < _LEAST, 0.0, path)
 
 
@@ -94,8 +94,8 @@ def bucket_of(probability: tl.tensor, starts: tl.tensor, NUM_BUCKETS: tl.constex
 
 
 @triton.jit
-def chance_of(
-    chances: tl.tensor,
+def prob_of(
+    acceptance_probs: tl.tensor,
     agreement: tl.tensor,
     source: tl.tensor,
     bucket: tl.tensor,
@@ -104,7 +104,7 @@ def chance_of(
     mask: tl.tensor,
 ) -> tl.tensor:
     """P(accepted | parent accepted) from the calibration table [agreements, sources, buckets]."""
-    return tl.load(chances + (agreement * num_sources + source) * num_buckets + bucket, mask=mask, other=0.0)
+    return tl.load(acceptance_probs + (agreement * num_sources + source) * num_buckets + bucket, mask=mask, other=0.0)
 
 
 def bucket_starts(dtype: torch.dtype, device: torch.device) -> Tensor:

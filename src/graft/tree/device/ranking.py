@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, chance_of, path_of
+from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, path_of, prob_of
 
 _BLOCK = 16  # nodes of one program
 _OTHERS = 256  # nodes that they are compared with at once
@@ -45,7 +45,9 @@ class Scratch:
         ).unbind()
 
 
-def merge(pool: Pool, shape: PoolShape, scratch: Scratch, chances: Tensor, factors: Tensor, drafted: int) -> None:
+def merge(
+    pool: Pool, shape: PoolShape, scratch: Scratch, acceptance_probs: Tensor, factors: Tensor, drafted: int
+) -> None:
     """Makes equal paths one node, the likeliest copy, and computes its probability again by who agreed on it.
 
     drafted: the source of drafted nodes.
@@ -79,9 +81,9 @@ def merge(pool: Pool, shape: PoolShape, scratch: Scratch, chances: Tensor, facto
         scratch.kept,
         scratch.is_agreed,
         scratch.spoke,
-        chances,
+        acceptance_probs,
         drafted,
-        *chances.shape[1:],
+        *acceptance_probs.shape[1:],
         pool.capacity,
         shape.width,
         BLOCK=triton.next_power_of_2(shape.width),
@@ -190,7 +192,7 @@ def _weigh_kernel(
     kept: tl.tensor,
     is_agreed: tl.tensor,
     spoke: tl.tensor,
-    chances: tl.tensor,
+    acceptance_probs: tl.tensor,
     drafted: int,
     num_sources: int,
     num_buckets: int,
@@ -214,7 +216,7 @@ def _weigh_kernel(
     agreed = tl.load(is_agreed + first + place, mask=is_node, other=0) > 0
     is_opposed = (tl.load(spoke + first + parent, mask=is_node, other=0) > 0) & (source != drafted)
     own = tl.where(is_kept & agreed, AGREED, tl.where(is_opposed, OPPOSED, ALONE))
-    chance = chance_of(chances, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
+    prob = prob_of(acceptance_probs, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
     deepest = tl.max(tl.where(is_kept, depth, 0), axis=0)
     tl.debug_barrier()  # all have read what is written over now
     tl.store(parents + first + place, parent, mask=is_node)
@@ -225,7 +227,7 @@ def _weigh_kernel(
         tl.debug_barrier()
         is_here = is_kept & (depth == level)
         above = tl.load(paths + first + parent, mask=is_here, other=0.0)
-        tl.store(paths + first + place, path_of(above, chance), mask=is_here)
+        tl.store(paths + first + place, path_of(above, prob), mask=is_here)
 
 
 @triton.jit
@@ -291,16 +293,16 @@ def lay_out(
     pool: Pool,
     shape: PoolShape,
     ranked: Ranked,
-    texts_lengths: Tensor,  # [lines] int32 tokens of each text, the root's too
-    lines: Tensor,  # [R] int32
+    texts_lengths: Tensor,  # [table_rows] int32 tokens of each text, the root's too
+    table_rows: Tensor,  # [R] int32
     columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
-    by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and line
+    by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
     outcome: Tensor,  # [room] int32, written: each token's place in the pool
     size: int,
 ) -> None:
     """Writes the trees as a flat step of `size` tokens, row behind row, each row's likeliest nodes first.
 
-    What the nodes do not fill is padding, which belongs to a row behind the last, of line 0 and no tokens.
+    What the nodes do not fill is padding, which belongs to a row behind the last, of table row 0 and no tokens.
     """
     cap = ranked.nodes.shape[1]
     _lay_out_kernel[(shape.num_rows + 1,)](
@@ -310,7 +312,7 @@ def lay_out(
         ranked.nodes,
         ranked.counts,
         texts_lengths,
-        lines,
+        table_rows,
         columns,
         by_row,
         outcome,
@@ -335,7 +337,7 @@ def _lay_out_kernel(
     ranked: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     columns: tl.tensor,
     by_row: tl.tensor,
     outcome: tl.tensor,
@@ -389,8 +391,8 @@ def _lay_out_kernel(
         tl.store(at + 4 * room, row, mask=inside)
         tl.store(at + 5 * room, strip, mask=inside)
         tl.store(outcome + start + place, node, mask=inside)
-        line = tl.load(lines + row)
+        table_row = tl.load(table_rows + row)
         tl.store(by_row + row, start)
         tl.store(by_row + rows_room + row, count + 1)
-        tl.store(by_row + 2 * rows_room + row, tl.load(lengths + line) - 1)
-        tl.store(by_row + 3 * rows_room + row, line)
+        tl.store(by_row + 2 * rows_room + row, tl.load(lengths + table_row) - 1)
+        tl.store(by_row + 3 * rows_room + row, table_row)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, chance_of, key_of, path_of
+from graft.tree.device.pool import ALONE, NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, key_of, path_of, prob_of
 
 NUM_TABLES = 3  # of three tokens, two and one
 
@@ -53,7 +53,7 @@ def follow(
     shape: PoolShape,
     tables: Tables,
     salts: Tensor,  # [R] int64 whose entries each row uses
-    chances: Tensor,
+    acceptance_probs: Tensor,
     path_factors: Tensor,  # int64, by depth
     max_depths: Tensor,  # [R] int32
     source: int,  # of the first table
@@ -76,11 +76,11 @@ def follow(
         tables.row_bits,
         tables.factors,
         salts,
-        chances,
+        acceptance_probs,
         path_factors,
         max_depths,
         source,
-        *chances.shape[1:],
+        *acceptance_probs.shape[1:],
         pool.before.shape[1],
         pool.capacity,
         shape.first_wave,
@@ -133,7 +133,7 @@ def _follow_kernel(
     row_bits: tl.tensor,
     factors: tl.tensor,
     salts: tl.tensor,
-    chances: tl.tensor,
+    acceptance_probs: tl.tensor,
     path_factors: tl.tensor,
     max_depths: tl.tensor,
     source: int,
@@ -198,8 +198,8 @@ def _follow_kernel(
         is_new = entry >= 0
         new_token, bucket = entry // NUM_BUCKETS, entry % NUM_BUCKETS
         own_source = (source + table)[:, None] + tl.zeros_like(entry)
-        chance = chance_of(chances, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
-        new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], chance)
+        prob = prob_of(acceptance_probs, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
+        new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], prob)
         new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
         above_key = tl.load(keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
         new_key = key_of(above_key, new_token, new_depth, path_factors, is_new)
