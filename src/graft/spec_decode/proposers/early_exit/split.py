@@ -98,7 +98,7 @@ def exit_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def check_exit_layer(model: PreTrainedModel, num_layers: int) -> int:
     most = len(layers_of(model)) - 1
     name = type(model).__name__
-    require(most > 0, f"{name} has one layer, and early exit needs two or more")
+    require(most > 0, f"{name} has one layer: early exit needs two layers or more")
     require(
         1 <= num_layers <= most,
         f"the exit layer is {num_layers}, and must be between 1 and {most}: {name} has {most + 1} layers",
