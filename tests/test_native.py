@@ -618,7 +618,7 @@ def test_a_row_may_not_rank_more_nodes_than_it_has_room_for():
     counts, costs, caps, values = array("q", [2]), array("d", [0.0]), array("q", [2]), array("d", [0.0])
     addresses = [column.buffer_info()[0] for column in (counts, costs, caps, values)]
     with pytest.raises(IndexError):
-        native.native().graft_values_by_need(candidates._ref, 0, 1, *addresses[:2], 1, addresses[2], None, addresses[3])
+        native.native().graft_values_by_need(candidates.ref, 0, 1, *addresses[:2], 1, addresses[2], None, addresses[3])
 
 
 def test_a_template_may_not_name_a_parent_that_comes_later():
@@ -627,7 +627,7 @@ def test_a_template_may_not_name_a_parent_that_comes_later():
     template = make_template((2, 1))
     template.parents[0] = 1 << 40
     with pytest.raises(IndexError):
-        candidates.fill(table.structs, [template], 0.5, 2, 4)
+        fill(candidates, table.structs, [template], 0.5, 2, 4)
     assert candidates.width == 1
 
 

@@ -644,7 +644,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
     monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
+    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", Small)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     engine.warm_up(16, 2)

@@ -8,7 +8,9 @@ import shutil
 import httpx
 import pytest
 
+from graft import Engine
 from served import running
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -37,7 +39,8 @@ def browser():
 
 @pytest.fixture(scope="module")
 def url():
-    with running() as url:
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)  # two layers: one copies too little
+    with running(Engine(model, byte_tokenizer(), budget=12, isolated=True)) as url:
         yield url
 
 
