@@ -1,7 +1,8 @@
-"""The drafters by the names that `--draft` takes. A new kind is added here, and nothing else knows it by name.
+"""Drafters by the names that `--draft` takes.
 
-A name is one of `NAMED`, whose drafters come from the target itself; or that of a packaged model or head; or a folder,
-a GGUF file or a hub id, whose config.json tells what it holds.
+A name is one of `NAMED`, whose drafters are made from the target itself; a packaged model or head; or a folder, a GGUF
+file or a hub id, whose config.json says what it holds. A new drafter of the target's own parts is registered here. A
+new kind of head file also needs `proposers.head_kinds`, which recognises it, and `proposers.factory`, which runs it.
 """
 
 from __future__ import annotations
