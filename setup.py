@@ -4,6 +4,7 @@ They are C without Python's headers, called through ctypes, so that one build se
 machine has no C compiler, one comes from the package index for the time of the build.
 """
 
+import glob
 import os
 import platform
 import shlex
@@ -70,7 +71,13 @@ class PlatformWheel(bdist_wheel):
 def library(name: str, source: str, flags: list[str]) -> Extension:
     linked = [flag for flag in flags if flag == "-pthread"]
     return Extension(
-        f"graft.{name}", [f"src/graft/{source}"], extra_compile_args=flags, extra_link_args=linked, py_limited_api=True
+        f"graft.{name}",
+        [f"src/graft/{source}"],
+        extra_compile_args=flags,
+        extra_link_args=linked,
+        # Sources that others include: a source distribution has them, and a change of one builds the library anew.
+        depends=["src/graft/tree/native.c", *sorted(glob.glob("src/graft/tree/native/*.c"))],
+        py_limited_api=True,
     )
 
 

@@ -129,6 +129,7 @@ CASES = [
     ("pythonic", '[get_weather(city="Rome", days=3, on=true), clock()]', "",
      [("get_weather", {"city": "Rome", "days": 3, "on": True}), ("clock", {})]),
     ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
+    ("pythonic", '[f(**{"a": 1})]', '[f(**{"a": 1})]', []),
     ("pythonic", "[f(__import__('os').system('true'))]", "[f(__import__('os').system('true'))]", []),
     ("pythonic", "[f(x=open('f'))]", "[f(x=open('f'))]", []),
 ]  # fmt: skip

@@ -36,7 +36,8 @@ def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             os.replace(partial, path)
         except BaseException:
-            os.unlink(partial)
+            with suppress(FileNotFoundError):
+                os.unlink(partial)
             raise
 
 
@@ -63,8 +64,13 @@ def _new_file(path: Path, mode: int) -> tuple[BinaryIO, Path]:
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_ENDING}")
         file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if partial.exists():
-                return file, partial
-        file.close()  # before it was locked, another process took it for one that was left
+        except BlockingIOError:  # another process takes it for one that was left, and removes it
+            file.close()
+            continue
+        except OSError:  # a file system without locks, on which nothing is taken for left
+            return file, partial
+        if partial.exists():
+            return file, partial
+        file.close()  # removed before it was locked

@@ -47,7 +47,7 @@ def check_sizes(folder: Path, cure: str | None = None) -> None:
     cure = cure or f"run `graft pull --force {folder.name}` to fetch the model again"
     try:
         sizes = {name: int(record["bytes"]) for name, record in _read(folder)["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(f"{folder / MANIFEST} is missing or unreadable: {cure}") from error
     for name, wanted in sizes.items():
         path = folder / name

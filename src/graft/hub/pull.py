@@ -11,6 +11,7 @@ import glob
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def _convert(gguf: Path, folder: Path) -> None:
                     raise
                 reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
                 raise ModelError(f"cannot convert {gguf}: {reason}") from error
-            record_files(new, {"name": gguf.stem, "source": [str(gguf.resolve())]})
+            record_files(new, {"name": gguf.stem, "source": [_source_of(gguf)]})
         new.rename(folder)
 
 
@@ -96,7 +97,7 @@ def _remove_older(gguf: Path, folder: Path) -> None:
     One that another process is making stays too. A process that has loaded one keeps what it has mapped.
     """
     for older in folder.parent.glob(f"{glob.escape(gguf.stem)}-{'[0-9a-f]' * _DIGITS}"):
-        if older == folder or sources_of(older) != [str(gguf.resolve())]:
+        if older == folder or sources_of(older) != [_source_of(gguf)]:
             continue
         with (
             suppress(Timeout, OSError),
@@ -104,6 +105,11 @@ def _remove_older(gguf: Path, folder: Path) -> None:
             tempfile.TemporaryDirectory(prefix=_clear_scratch(older), dir=folder.parent) as scratch,
         ):
             older.rename(Path(scratch) / "old")  # in one step: never half a folder under a model's name
+
+
+def _source_of(gguf: Path) -> str:
+    """The file and its machine: machines that share a folder of models may have other files of the same path."""
+    return f"{platform.node()}:{gguf.resolve()}"
 
 
 def _clear_scratch(folder: Path) -> str:

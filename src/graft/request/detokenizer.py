@@ -34,10 +34,12 @@ class TextStream:
         self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
         self._num_taken = 0
         self._lengths: list[int] = []  # of the text, after each token
+        self._may_stop = True  # at the last token
         self.text = ""  # whole characters only; ends before the stop string, if one came
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add one token. True if it completed a stop string, before which the text is then cut."""
+        self._may_stop = may_stop
         is_stopped = self._push(token, may_stop)
         self._lengths.append(len(self.text))
         return is_stopped
@@ -81,9 +83,9 @@ class TextStream:
         return any(not self._decode(first + end).endswith(_UNFINISHED) for end in ends)
 
     def finish(self) -> None:
-        """Add the held tokens to the text, when an answer ends inside a character."""
+        """Add the held tokens to the text, when an answer ends inside a character. A stop string among them cuts it."""
         if self._num_held_ids:
-            self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
+            self._add(self._decode(self._ids[self._decoded_from :]), self._may_stop)
 
     def take(self, final: bool = False) -> str:
         """The new text since the last call; unless `final`, without an end that may begin a stop string."""

@@ -248,6 +248,8 @@ def parse_python_calls(text: str) -> list[tuple[str, str]] | None:
         for call in tree.elts:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
                 return None
+            if any(word.arg is None for word in call.keywords):  # **values
+                return None
             arguments = {str(word.arg): _literal(word.value) for word in call.keywords}
             calls.append((call.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
         return calls

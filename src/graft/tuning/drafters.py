@@ -9,11 +9,12 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from transformers import PreTrainedModel
 
 from graft.engine import Engine
@@ -86,9 +87,12 @@ def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[l
 
 def remember(about: About, result: Measured) -> None:
     """Store a result, which replaces an earlier one of the same drafter."""
-    known = {each.draft: each for each in known_results(about)} | {result.draft: result}
-    with replacing(_path(about)) as file:
-        file.write((json.dumps([asdict(each) for each in known.values()], indent=1) + "\n").encode())
+    path = _path(about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # another process may store a result of its own
+        known = {each.draft: each for each in known_results(about)} | {result.draft: result}
+        with replacing(path) as file:
+            file.write((json.dumps([asdict(each) for each in known.values()], indent=1) + "\n").encode())
 
 
 def known_results(about: About) -> list[Measured]:
@@ -143,9 +147,10 @@ def full_name(draft: str | None) -> str:
 
 def _read(facts: dict[str, Any]) -> Measured:
     result = Measured(**{field.name: facts[field.name] for field in fields(Measured)})
-    if not isinstance(result.draft, str) or not math.isfinite(float(result.speed)):
+    speed = float(result.speed)
+    if not isinstance(result.draft, str) or not math.isfinite(speed):
         raise ValueError("a drafter needs a name and a speed")
-    return result
+    return replace(result, speed=speed)
 
 
 def _path(about: About) -> Path:
