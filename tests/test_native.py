@@ -553,7 +553,7 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, executab
         pytest.skip(f"there is no {compiler} that makes a library")
     source = Path(native.__file__).with_name("native.c")
     command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-pthread", "-fPIC", "-shared", str(source)]
-    subprocess.run([*command, "-o", str(executable_folder / "_native.abi3.so")], check=True, timeout=100)
+    subprocess.run([*command, "-o", str(executable_folder / "_native.abi3.so")], check=True, timeout=600)
     monkeypatch.setattr(native, "HERE", executable_folder)
     native.native.cache_clear()
     try:
