@@ -8,8 +8,8 @@ picture has its own colours for light and dark pages, and needs no library.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ def _text(x: float, y: float, words: str, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: draw_speed.py RESULTS.json PICTURE.svg")
-    Path(sys.argv[2]).write_text(draw(json.loads(Path(sys.argv[1]).read_text())))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="measured speeds, as JSON")
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    given = parser.parse_args()
+    given.picture.write_text(draw(json.loads(given.results.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -320,7 +320,7 @@ def test_a_target_in_bf16_trains_layers_in_fp32_and_stays_bf16(tmp_path):
 @pytest.mark.parametrize("count", [0, 6, 7])
 def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
     recipe = DepthPrunedRecipe(SETTINGS, count)
-    with pytest.raises(GraftError, match=f"layers must be from 1 to 5, of the model's 6, not {count}"):
+    with pytest.raises(GraftError, match=f"layers must be from 1 to 5, as the model has 6, not {count}"):
         recipe.prepare(Run(Engine(model, policy="off"), texts(), tmp_path, lambda report: None, math.inf))
 
 

@@ -468,7 +468,7 @@ def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(mon
 
 
 def test_blocks_that_cross_pages_are_refused():
-    with pytest.raises(ValueError, match="one page"):
+    with pytest.raises(ValueError, match="a page of 64 slots must consist of whole blocks"):
         Tiles(keys=128)
 
 
@@ -564,7 +564,7 @@ def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_pla
 @pytest.mark.parametrize("borders", [(30, 64, 64), (32, 64, 40), (48, 64, 64)])
 def test_splits_that_do_not_fit_blocks_are_refused(borders):
     short, border, long = borders
-    with pytest.raises(ValueError, match="whole blocks"):
+    with pytest.raises(ValueError, match="must be multiples of 16 keys"):
         Tiles(keys=16, short_split=short, border=border, long_split=long)
 
 

@@ -318,9 +318,9 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
 @pytest.mark.parametrize(
     "part",
     [
-        (Sampler, "keeping"),
+        (Sampler, "select"),
         (EagerState, "select"),
-        (PagePool, "keep"),
+        (PagePool, "keep_prefix"),
         (PagePool, "release"),
         (Policy, "finish"),
     ],
@@ -347,7 +347,7 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
     long = Asked(scheduler, "long", **LONG)
     gate.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "keeping", failing(1000, OUT_OF_MEMORY, Sampler.keeping))
+        patch.setattr(Sampler, "select", failing(1000, OUT_OF_MEMORY, Sampler.select))
         short = Asked(scheduler, "short", max_new_tokens=9)
         gate.open()
         assert short.wait() == expected
