@@ -251,7 +251,9 @@ def test_curves_are_made_from_traces_and_small_trees_learn_only_what_they_verifi
     monkeypatch.setattr(NgramTables, "learn", counted)
     out = tmp_path / "curve.json"
     monkeypatch.setattr(sys, "argv", ["acceptance_curve.py", str(tmp_path), "--out", str(out), "--budgets", "2"])
-    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "acceptance_curve.py"), run_name="__main__")
+    scripts = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(scripts)
+    runpy.run_path(str(scripts / "acceptance_curve.py"), run_name="__main__")
     points = json.loads(out.read_text())["points"]
     assert [point["adapts"] for point in points] == [False] * 3 + [True] * 2
     assert points[0]["passes"] == 0 < points[1]["passes"] <= 1 < points[2]["passes"] <= 2
