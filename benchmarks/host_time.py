@@ -38,7 +38,7 @@ from graft.engine.scheduler import Scheduler
 from graft.home import model_folder
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget, Graphs
-from graft.model.kernels import walk as walk_kernels
+from graft.tree.device import walk as walk_kernels
 from graft.model.runner import TargetRunner
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head

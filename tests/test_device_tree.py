@@ -162,11 +162,12 @@ class OnDevice:
         made = numbers(*[1] * min(case.num_passes, 1), *[0] * (len(LEVELS) + 1))
         thresholds = torch.full((len(LEVELS) + 1,), -1.0, device=DEVICE)
         thresholds[case.num_passes] = 1e9  # the pass that is not made
-        starts, reach, arrived = bucket_starts(torch.float32, DEVICE), torch.zeros(case.num_rows), numbers(0)
-        reach, reached = reach.to(DEVICE), []
+        starts, arrived = bucket_starts(torch.float32, DEVICE), numbers(0)
+        reach, reaches = torch.zeros(case.num_rows, device=DEVICE), torch.zeros(len(LEVELS) + 1, device=DEVICE)
+        reached = []
         for number, level in enumerate(case.levels):
             columns = [part.flatten().to(DEVICE) for part in (level.tokens, level.parents, level.probabilities)]
-            given = (self.acceptance_probs, self.factors, starts, self.caps, thresholds, reach, made, arrived)
+            given = (self.acceptance_probs, self.factors, starts, self.caps, thresholds, reach, reaches, made, arrived)
             drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, NUM_BEAMS)
             reached += [reach.tolist()] if number < case.num_passes else []
         assert made.tolist()[: len(LEVELS) + 1] == [number < case.num_passes for number in range(len(LEVELS) + 1)]
@@ -236,8 +237,8 @@ def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes):
 def check_step(device, ranked, expected):
     """The trees as a flat step, with padding behind them."""
     columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
-    texts, in_pool = device.texts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.table_rows, columns, by_row, in_pool, SIZE)
+    texts, origins = device.texts, torch.zeros(2, 64, dtype=torch.int32, device=DEVICE)
+    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.table_rows, columns, by_row, origins, SIZE)
     count, rows = expected.num_tokens, device.case.num_rows
     assert columns[:, :count].tolist() == expected.columns[:, :count].tolist()
     assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()

@@ -20,7 +20,6 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
-from graft.model.kernels import walk as walk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
 from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
 from graft.model.kv_cache import Row
@@ -28,6 +27,7 @@ from graft.model.step import Chunk, FlatStep
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
+from graft.tree.device import walk as walk_kernels
 from graft.tree.tree import PADDING
 from proposers import tree_of
 

@@ -33,10 +33,9 @@ from graft.request.sequence import TreeRow
 from graft.request.stats import Clock, Stats
 from graft.settings import require
 from graft.spec_decode.acceptance import Accepted, Choices
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.proposers.base import TargetTopK
-from graft.spec_decode.proposers.drafter import Drafter, DraftState, LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, DraftState, LevelByLevel, TreeSettings
 from graft.tree.candidates import Level
 from graft.tree.tree import PADDING, ROOT, DraftTree
 

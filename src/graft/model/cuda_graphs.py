@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +75,9 @@ class StepBuffers:
         num_highest = min(NUM_SUCCESSORS, vocab_size)
         self.logits = torch.empty(room, vocab_size, device=device)  # float32
         self.hidden = like.new_zeros(room, num_hidden)
-        # The likeliest tokens after each token and their logits, [room, k].
+        # The likeliest tokens after each token and their logits, [room, k]: on the device, and on the host.
+        self.top_tokens = torch.zeros(room, num_highest, dtype=torch.int32, device=device)
+        self.top_logits = torch.zeros(room, num_highest, device=device)
         self.best_tokens = pinned_zeros((room, num_highest), torch.int32, device)
         self.best_logits = pinned_zeros((room, num_highest), torch.float32, device)
         self.step = Step(
@@ -118,14 +122,19 @@ class StepBuffers:
         self._loaded.record()
 
     def store_outputs(self, logits: Tensor, hidden: Tensor) -> None:
-        """Store a forward's output, and send the top-k tokens after each token to the host."""
+        """Store a forward's output, and the top-k tokens after each token."""
         size = len(logits)
         self.logits[:size].copy_(logits)
         self.hidden[:size].copy_(hidden)
         tokens, values, _ = topk_kernels.highest(self.logits[:size], self.best_tokens.shape[1])
         self.step.best[:size].copy_(tokens[:, 0])
-        self.best_tokens[:size].copy_(tokens, non_blocking=True)
-        self.best_logits[:size].copy_(values, non_blocking=True)
+        self.top_tokens[:size].copy_(tokens)
+        self.top_logits[:size].copy_(values)
+
+    def send_highest(self, size: int) -> None:
+        """Send the top-k tokens of a step to the host."""
+        self.best_tokens[:size].copy_(self.top_tokens[:size], non_blocking=True)
+        self.best_logits[:size].copy_(self.top_logits[:size], non_blocking=True)
 
 
 class CommitBuffers:
@@ -387,15 +396,16 @@ class CapturedTarget(TargetRunner):
         self._make_room(rows, tree, chunks)
         num_tokens = tree.num_tokens if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
-        size = self._size_for(num_tokens)
+        size = self.size_for(num_tokens)
         with graphs.lock, self.pool.lock, on_device(graphs.device):
             tables = graphs.sync_tables()
             buffers = graphs.buffers_for(self, size, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
             buffers.load(step, size)
-            run = self._captured(buffers, tables, size, max([row.length for row in step.rows], default=0))
+            run = self.captured_step(buffers, tables, size, max([row.length for row in step.rows], default=0))
             if run is not None:
                 run()
+                buffers.send_highest(size)
                 buffers.step.ready.record()
                 outputs = buffers.outputs_of(step)
         if run is None:
@@ -404,7 +414,28 @@ class CapturedTarget(TargetRunner):
             chunk.row.length += len(chunk.tokens)
         return outputs
 
-    def _size_for(self, num_tokens: int) -> int:
+    @contextmanager
+    def launching(self, num_tokens: int) -> Iterator[tuple[StepBuffers, Tensor]]:
+        """Context of a step of up to so many tokens that the device lays out itself: its buffers and block tables."""
+        graphs = self._graphs
+        with graphs.lock, self.pool.lock, on_device(graphs.device):
+            tables = graphs.sync_tables()
+            yield graphs.buffers_for(self, self.size_for(num_tokens), self.vocab_size), tables
+
+    def capture(self, key: tuple[Any, ...], run: Run) -> Run:
+        """The graph of other work on the same buffers, captured under `key` at first use."""
+        return self._graphs.captured(key, run)
+
+    def has_captured(self, key: tuple[Any, ...]) -> bool:
+        return key in self._graphs.steps
+
+    def commit_moves(self, tables: Tensor, moves: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Commit accepted paths that the device knows: table rows, lengths, places and their numbers, by row."""
+        table_rows, lengths, places, counts = moves
+        for keys, values in self._store.pairs:
+            attention_kernels.commit(keys, values, tables, table_rows, lengths, places, counts)
+
+    def size_for(self, num_tokens: int) -> int:
         """The size to which a step of so many tokens is padded."""
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
@@ -413,7 +444,7 @@ class CapturedTarget(TargetRunner):
             )
         return size
 
-    def _captured(self, buffers: StepBuffers, tables: Tensor, size: int, longest: int) -> Run | None:
+    def captured_step(self, buffers: StepBuffers, tables: Tensor, size: int, longest: int) -> Run | None:
         """The graph for a step's size and context, captured at first use; None if the capture fails."""
         graphs, context = self._graphs, context_for(longest, self.contexts)
         key = ("step", id(buffers), size, context)  # the id is unique: buffers live as long as their graphs

@@ -54,6 +54,15 @@ class Calibration:
         candidates.count(emitted, self._tried, self._fitted, _MEMORY)
         self._probs = None
 
+    def add(self, tried: np.ndarray, fitted: np.ndarray) -> None:
+        """Add what was counted elsewhere, [agreements, sources, buckets] each."""
+        self._tried += torch.from_numpy(tried)
+        self._fitted += torch.from_numpy(fitted)
+        fade = (_MEMORY / self._tried).clamp(max=1.0)
+        self._tried *= fade
+        self._fitted *= fade
+        self._probs = None
+
     def state(self) -> dict[str, Tensor]:
         return {"tried": self._tried.clone(), "fitted": self._fitted.clone()}
 

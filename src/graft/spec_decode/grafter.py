@@ -36,7 +36,6 @@ from graft.spec_decode.proposers.base import History, named, part_of, salt_of
 from graft.tree.candidates import Candidates, Level, Ranking
 from graft.tree.tree import DRAFTED, DraftTree
 
-KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
 _SHOWN = 8  # pruned candidates that the record of a round shows, if there are as many
 _NUMBERS = itertools.count(1 << 40)  # of other engines' texts; those of our own count from 1
 
@@ -119,7 +118,7 @@ class Grafter:
             names.extend(retriever.names)
             priors.extend(retriever.prior)
         self.sources = tuple(names)
-        self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
+        self.calibration, self.path_calibration = Calibration(priors), PathCalibration()
         self._unlearned: _Outcome | None = None  # the last round, not learned from yet
 
     # Decisions
@@ -135,11 +134,11 @@ class Grafter:
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Update the acceptance probabilities with a round's outcome."""
-        self._calibration.observe(candidates, accepted.tokens)
+        self.calibration.observe(candidates, accepted.tokens)
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
         """The likeliest candidates of all rows together, at most `caps[row]` of each row."""
-        candidates.merge(DRAFTED, self._calibration.acceptance_probs)
+        candidates.merge(DRAFTED, self.calibration.acceptance_probs)
         return candidates.ranked(total, caps, self._path_ratios)
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
@@ -226,7 +225,7 @@ class Grafter:
             for level in next(passes)[: round.max_depth - depth]:
                 depth += 1
                 reached = candidates.add_level(
-                    level, self._calibration.acceptance_probs, DRAFTED, number + 1, first, going, num_beams
+                    level, self.calibration.acceptance_probs, DRAFTED, number + 1, first, going, num_beams
                 )
             round.reaches.append(sum(compress(reach, going)))
             for row in compress(range(num_rows), going):
@@ -308,7 +307,7 @@ class Grafter:
         num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
         # A fixed budget does not use it, and a grammar may have pruned the tree.
         if self.adapts and round is not None and round.tree is outcome.tree and round.paths is not None:
-            self._path_calibration.observe(round.paths, accepted.nodes)
+            self.path_calibration.observe(round.paths, accepted.nodes)
         if outcome.is_time_usual:
             self._learn_costs(outcome)
         num_tokens = sum(map(len, accepted.tokens))
@@ -340,14 +339,14 @@ class Grafter:
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name."""
         self.catch_up()
-        counts = self._calibration.state().values()
+        counts = self.calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
         retrieved = {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
         return (
             retrieved
             | named("calibration", by_source)
             | named("prospect", self.budget.passes.state())
-            | named("paths", self._path_calibration.state())
+            | named("paths", self.path_calibration.state())
         )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -356,20 +355,20 @@ class Grafter:
             retriever.restore(state)
         self._unlearned = None
         self._restore_calibration(part_of(state, "calibration"))
-        self._path_calibration.restore(part_of(state, "paths"))
+        self.path_calibration.restore(part_of(state, "paths"))
         self.budget.passes.restore(part_of(state, "prospect"))
         self.budget.restart(is_calibrated=bool(state))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restore counts source by source: the state may have other sources and buckets."""
-        self._calibration.restore({})
-        new = self._calibration.state()
+        self.calibration.restore({})
+        new = self.calibration.state()
         for number, name in enumerate(self.sources):
             if name in by_source:
                 for own, known in zip(new.values(), by_source[name], strict=True):
                     width = min(own.shape[2], known.shape[1])
                     own[:, number, :width] = known[:, :width]
-        self._calibration.restore(new)
+        self.calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
         self.catch_up()
@@ -391,7 +390,7 @@ class Grafter:
         return most if most > 0 and max_depth > 0 and self.budget.may_propose(num_rows) else 0
 
     def _retrieve(self, round: Round, retrievers: Sequence[Retriever]) -> None:
-        probs = self._calibration.acceptance_probs
+        probs = self.calibration.acceptance_probs
         for retriever in retrievers:
             first = self.sources.index(retriever.names[0])
             retriever.propose(round.candidates, round.histories, first, probs, round.max_depth)
@@ -404,4 +403,4 @@ class Grafter:
     @property
     def _path_ratios(self) -> array[float] | None:
         """Calibration of path probabilities, which a fixed budget does not use."""
-        return self._path_calibration.ratios if self.adapts else None
+        return self.path_calibration.ratios if self.adapts else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graft.model.sampler import gumbel_noise, truncated
 from graft.model.verified import NUM_SUCCESSORS, likeliest
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.tree.candidates import Level
 from graft.tree.native import native, plain
 from graft.tree.tree import TreeLinks

@@ -15,10 +15,10 @@ from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Round
+from graft.spec_decode.grafter import Grafter, Round
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, num_setups_of
 from graft.tree.tree import DraftTree
 
 

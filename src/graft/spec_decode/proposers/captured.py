@@ -23,7 +23,6 @@ from torch import Tensor
 
 from graft.model import KVCache, NoRoomError, PagePool, TargetRunner, VerifyOutput
 from graft.model.captures import CONTEXTS, Captures, Run, context_for, first_line, is_out_of_memory, on_device
-from graft.model.kernels import walk as walk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.model.verified import Step
@@ -43,6 +42,8 @@ from graft.spec_decode.proposers.draft_buffers import (
     ragged,
 )
 from graft.spec_decode.proposers.eager import EagerDrafter, R
+from graft.tree.device import walk as walk_kernels
+from graft.tree.device.round import Entries
 from graft.tree.tree import DraftTree
 
 _SMALL_TREE = 64  # tokens: smaller trees use the same kernel
@@ -222,6 +223,23 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                     self._capture_all(state, verified, max_rows, keep, target.progress)
         finally:
             cache.release()
+
+    # Rounds on the device
+
+    def prepare_pool(self, pool: PagePool) -> int:
+        """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""
+        buffers = self._buffers_of(pool)
+        buffers.owner = lambda: None  # whatever the host has drafted is overwritten
+        return buffers.number
+
+    def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
+        """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
+        buffers = self._buffers[pool]
+        by_row = ByRow(
+            table_rows=entries.table_rows, starts=entries.lengths, begins=entries.begins, counts=entries.counts
+        )
+        by_entry = ByEntry(entries.rows, entries.places, entries.tokens, entries.nodes)
+        self._run_entries(buffers, by_row, by_entry, context, hidden)
 
     # The parts of a round
 

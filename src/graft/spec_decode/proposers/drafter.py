@@ -14,6 +14,8 @@ from graft.model import KVCache, Row, TargetRunner, VerifyOutput
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
 
+KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
+
 
 @dataclass(frozen=True)
 class TreeSettings(Settings):

@@ -49,8 +49,8 @@ class Found:
     @classmethod
     def make(cls, num_rows: int, num_places: int, num_tokens: int, device: torch.device) -> Found:
         shape = (num_rows, num_places, triton.cdiv(num_tokens, _BLOCK))
-        counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        return cls(counts, torch.zeros(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
+        counts = torch.empty(shape, dtype=torch.int32, device=device)
+        return cls(counts, torch.empty(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
 
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:

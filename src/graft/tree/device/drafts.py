@@ -26,6 +26,7 @@ def add_level(
     caps: Tensor,  # [R] int32: a row of 0 gets no drafted node
     thresholds: Tensor,  # [passes + 1] float32: reach below which the pass of that number is not made
     reach: Tensor,  # [R] float32, written: P(one of the row's next beams is accepted)
+    reaches: Tensor,  # [passes + 1] float32, written: the sum of `reach` before the next pass
     made: Tensor,  # [passes + 1] int32: whether each pass is made; that of the next one is written
     arrived: Tensor,  # [1] int32, 0 before and after
     source: int,
@@ -51,6 +52,7 @@ def add_level(
         caps,
         thresholds,
         reach,
+        reaches,
         made,
         arrived,
         source,
@@ -87,6 +89,7 @@ def _add_level_kernel(
     caps: tl.tensor,
     thresholds: tl.tensor,
     reach: tl.tensor,
+    reaches: tl.tensor,
     made: tl.tensor,
     arrived: tl.tensor,
     source: int,
@@ -137,6 +140,8 @@ def _add_level_kernel(
     if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
         rows = tl.arange(0, ROWS)
         reached = tl.load(reach + rows, mask=rows < tl.num_programs(0), other=0.0, cache_modifier=".cg")
-        goes_on = is_made & (tl.sum(reached, axis=0) > tl.load(thresholds + NUMBER + 1))
+        total_reach = tl.sum(reached, axis=0)
+        goes_on = is_made & (total_reach > tl.load(thresholds + NUMBER + 1))
+        tl.store(reaches + NUMBER + 1, total_reach)
         tl.store(made + NUMBER + 1, goes_on.to(tl.int32))
         tl.store(arrived, 0)

@@ -58,6 +58,31 @@ def advance(
     )
 
 
+def line_up(
+    counts: Tensor,  # [R + 1] int32 new tokens of each row; the last, of padding, is set to 0
+    lengths: Tensor,  # [R + 1] int32, likewise
+    tokens: Tensor,  # [R, W] int32
+    nodes: Tensor,  # [R, W] int32
+    begins: Tensor,  # [R + 1] int32, written: each row's first entry
+    entry_rows: Tensor,  # [E] int32, written: each entry's row, R for padding
+    entry_places: Tensor,  # [E] int32, written: its number among the row's tokens
+    entry_tokens: Tensor,  # [E] int32, written
+    entry_nodes: Tensor,  # [E] int32, written
+) -> None:
+    """Writes the rows' new tokens behind each other."""
+    num_rows = len(counts) - 1
+    _line_up_kernel[(num_rows + 1,)](
+        *(counts, lengths, tokens, nodes, begins, entry_rows, entry_places, entry_tokens, entry_nodes),
+        num_rows,
+        len(entry_rows),
+        tokens.shape[1],
+        ROWS=triton.next_power_of_2(num_rows),
+        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+        SIZE=triton.next_power_of_2(len(entry_rows)),
+        num_warps=1,
+    )
+
+
 def count(
     pool: Pool,
     shape: PoolShape,
@@ -174,9 +199,52 @@ def _advance_kernel(
     tl.store(emitted + row * (W + 1) + number + 1, key, mask=number < count)
     tl.store(emitted + row * (W + 1), tl.zeros([], tl.int64))
     tl.store(num_accepted + row, tl.maximum(count - 1, 0))
-    tl.store(lengths + row, end - 1)
+    tl.store(lengths + row, tl.maximum(end - 1, 0))
     if count > 0:
         tl.store(text_lengths + table_row, tl.minimum(end + count, context.to(tl.int32)))
+
+
+@triton.jit
+def _line_up_kernel(
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    tokens: tl.tensor,
+    nodes: tl.tensor,
+    begins: tl.tensor,
+    entry_rows: tl.tensor,
+    entry_places: tl.tensor,
+    entry_tokens: tl.tensor,
+    entry_nodes: tl.tensor,
+    num_rows: int,
+    size: int,
+    width: int,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """One row; the program behind the last writes the padding."""
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    begin = tl.sum(tl.load(counts + rows, mask=(rows < row) & (rows < num_rows), other=0), axis=0)
+    if row == num_rows:
+        rest = tl.arange(0, SIZE)
+        is_padding = (rest >= begin) & (rest < size)
+        tl.store(begins + row, 0)
+        tl.store(counts + row, 0)
+        tl.store(lengths + row, 0)
+        tl.store(entry_rows + rest, row, mask=is_padding)
+        tl.store(entry_places + rest, 0, mask=is_padding)
+        tl.store(entry_tokens + rest, 0, mask=is_padding)
+        tl.store(entry_nodes + rest, 0, mask=is_padding)
+    else:
+        number = tl.arange(0, BLOCK)
+        inside = (number < tl.load(counts + row)) & (begin + number < size)
+        at = begin + number
+        tl.store(begins + row, begin)
+        tl.store(entry_rows + at, row, mask=inside)
+        tl.store(entry_places + at, number, mask=inside)
+        tl.store(entry_tokens + at, tl.load(tokens + row * width + number, mask=inside, other=0), mask=inside)
+        tl.store(entry_nodes + at, tl.load(nodes + row * width + number, mask=inside, other=0), mask=inside)
 
 
 @triton.jit

@@ -297,7 +297,7 @@ def lay_out(
     table_rows: Tensor,  # [R] int32
     columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
     by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
-    outcome: Tensor,  # [room] int32, written: each token's place in the pool
+    origins: Tensor,  # [2, room] int32, written: each token's source, and the draft passes that it needed
     size: int,
 ) -> None:
     """Writes the trees as a flat step of `size` tokens, row behind row, each row's likeliest nodes first.
@@ -315,9 +315,12 @@ def lay_out(
         table_rows,
         columns,
         by_row,
-        outcome,
+        pool.sources,
+        pool.needs,
+        origins,
         pool.capacity,
         columns.shape[1],
+        origins.shape[1],
         by_row.shape[1],
         shape.num_rows,
         size,
@@ -340,9 +343,12 @@ def _lay_out_kernel(
     table_rows: tl.tensor,
     columns: tl.tensor,
     by_row: tl.tensor,
-    outcome: tl.tensor,
+    sources: tl.tensor,
+    needs: tl.tensor,
+    origins: tl.tensor,
     capacity: int,
     room: int,
+    origins_room: int,
     rows_room: int,
     num_rows: int,
     size: int,
@@ -390,7 +396,9 @@ def _lay_out_kernel(
         tl.store(at + 3 * room, depth, mask=inside)
         tl.store(at + 4 * room, row, mask=inside)
         tl.store(at + 5 * room, strip, mask=inside)
-        tl.store(outcome + start + place, node, mask=inside)
+        tl.store(origins + start + place, tl.load(sources + first + node, mask=inside, other=0), mask=inside)
+        need = tl.load(needs + first + node, mask=inside, other=0)
+        tl.store(origins + origins_room + start + place, need, mask=inside)
         table_row = tl.load(table_rows + row)
         tl.store(by_row + row, start)
         tl.store(by_row + rows_room + row, count + 1)

@@ -5,7 +5,7 @@ The graph `root` gives the first level of the trees, and `expand` each later one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep
 from graft.model.captures import pinned_zeros
+from graft.model.kernels import gate
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
@@ -153,6 +154,40 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def _send(self, buffers: Eagle3Buffers, shape: Shape, number: int) -> None:
         levels = buffers.levels(shape)
         levels.here[number].copy_(levels.there[number], non_blocking=True)
+
+    # Rounds on the device
+
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        shape = self._shape_of(num_rows, KEPT_OF_A_LEVEL)
+        return tuple(shape.count(number) for number in range(self.max_passes))
+
+    def beams_of(self, num_rows: int) -> int:
+        return self._shape_of(num_rows, KEPT_OF_A_LEVEL).beams
+
+    def run_passes(
+        self,
+        pool: PagePool,
+        num_rows: int,
+        table_rows: Tensor,
+        lengths: Tensor,
+        context: int,
+        made: Tensor,
+        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
+    ) -> None:
+        buffers, shape = self._buffers[pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL)
+        by_row = buffers.round.by_row(num_rows)
+        by_row.table_rows[:num_rows].copy_(table_rows[:num_rows])
+        by_row.lengths[:num_rows].copy_(lengths[:num_rows])
+        levels = buffers.levels(shape).there
+        for number in range(self.max_passes):
+            with gate.under(made[number : number + 1]):
+                if number == 0:
+                    self._run_root(buffers, shape)
+                else:
+                    self._run_expand(buffers, shape, context)
+            count = num_rows * shape.count(number)
+            tokens, parents, floats = levels[number]
+            add_level(number, tokens[:count], parents[:count], floats.view(torch.float32)[:count])
 
     # Graphs
 

@@ -1,0 +1,218 @@
+"""Controller: the host's part of rounds that the device makes by itself.
+
+It chooses the size of the next step and says which draft passes pay, from what it knew one round before: expected
+accepted tokens over measured seconds. The device fills the step by fresh acceptance probabilities. Nothing here can
+change a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from graft.spec_decode.budget import PassGains
+from graft.spec_decode.calibration import Calibration, PathCalibration
+from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
+
+_TRY = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
+_WASTE = 0.01  # share of the time that trying trees may cost where plain rounds are better
+_FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
+_MEAN = 0.1  # weight of a round in the mean gain by number of nodes
+
+
+class Plan(NamedTuple):
+    """What the device is told of the next round."""
+
+    tokens: int  # of the step, with padding; as many as rows: a plain round
+    drafts: bool
+    thresholds: Sequence[float]  # by draft pass: it is made if the reach of its beams is above
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished round, as the device reports it."""
+
+    num_rows: int
+    is_plain: bool  # whether nothing was proposed
+    tokens: int  # of the step, with padding, without prompts
+    num_prefill_tokens: int
+    new_tokens: Sequence[int]  # by row
+    paths: np.ndarray  # [rows, cap] path probabilities of the likeliest nodes, best first
+    num_nodes: np.ndarray  # [rows] of these, verified
+    nodes: Sequence[Sequence[int]]  # by row: the accepted ones
+    needs: np.ndarray  # [rows, most nodes + 1] draft passes that each verified node needed, from the root
+    reaches: Sequence[float]  # by pass that was made, and by the next
+    num_passes: int
+    tried: np.ndarray
+    fitted: np.ndarray
+    propose_seconds: float  # 0 if unknown
+    step_seconds: float
+    rest_seconds: float  # of the outcome, and of the pause before the round
+
+
+class PassSeconds:
+    """Seconds of a draft pass and of all else before a step, by number of rows: a line through what was observed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, np.ndarray] = {}  # of 1, passes, seconds, passes squared, passes times seconds
+
+    def observe(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        own = np.array([1.0, num_passes, seconds, num_passes**2, num_passes * seconds])
+        known = self._sums.get(row_class(num_rows))
+        self._sums[row_class(num_rows)] = own if known is None else _FADING * known + own
+
+    def at(self, num_rows: int, guess: float) -> tuple[float, float]:
+        """Seconds without a pass, and of each pass. guess: of a pass, where rounds did not differ."""
+        if not self._sums:
+            return 0.0, guess
+        own = row_class(num_rows)
+        count, x, y, xx, xy = self._sums[min(self._sums, key=lambda other: abs(other - own))]
+        spread = xx * count - x * x
+        slope = (xy * count - x * y) / spread if spread > 0.1 * count * count else guess
+        slope = min(max(slope, 0.0), y / max(x, 1e-9))
+        return max((y - slope * x) / count, 0.0), slope
+
+
+class Controller:
+    """Chooses steps for one engine."""
+
+    def __init__(
+        self,
+        step: StepCost,
+        num_passes: int,
+        calibration: Calibration,
+        path_calibration: PathCalibration,
+        passes: PassGains,
+        fixed: int | None,
+    ) -> None:
+        """fixed: nodes of each row in every round; None: what pays."""
+        self.step, self.num_passes, self.fixed = step, num_passes, fixed
+        self.calibration, self.path_calibration, self.passes = calibration, path_calibration, passes
+        self.proposing, self.pass_guess = PassSeconds(), 0.0
+        self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
+        self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
+        self._expected = self._accepted = 1 / WEIGHT  # fading sums over verified nodes
+        self._since_trees = 0  # plain rounds since the last with a tree
+
+    # The next round
+
+    def plan(self, num_rows: int, padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
+        """sizes: of captured steps with trees, rising; `padded_rows` is that of a plain one."""
+        plain = Plan(padded_rows, False, [0.0] * (self.num_passes + 2))
+        if not sizes:
+            return plain
+        if self.fixed is not None:
+            most = num_rows * (1 + self.fixed)
+            size = next((size for size in sizes if size >= most), sizes[-1])
+            return self._with_thresholds(size, num_rows, 0.0, num_prefill_tokens)
+        plain_rate = num_rows / self._seconds(num_rows, padded_rows, num_prefill_tokens)
+        if not self.step.is_known:
+            return plain
+        if not self._gains:
+            limit = _TRY * self.step.seconds(padded_rows + num_prefill_tokens)
+            cheap = [size for size in sizes if self.step.seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
+            return self._with_thresholds(cheap[-1], num_rows, plain_rate, num_prefill_tokens)
+        rated = [(self._rate(num_rows, size, num_prefill_tokens), size) for size in sizes]
+        rate, size = max(rated)
+        if rate > plain_rate:
+            return self._with_thresholds(size, num_rows, rate, num_prefill_tokens)
+        self._since_trees += 1
+        loss = num_rows / plain_rate * (plain_rate / rate - 1)  # seconds that a try costs
+        if loss > _WASTE * self._since_trees * num_rows / plain_rate:
+            return plain
+        return self._with_thresholds(size, num_rows, plain_rate, num_prefill_tokens)
+
+    def _with_thresholds(self, size: int, num_rows: int, rate: float, num_prefill_tokens: int) -> Plan:
+        """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
+        self._since_trees = 0
+        _, own = self.proposing.at(num_rows, self.pass_guess)
+        thresholds = []
+        for number in range(self.num_passes):
+            further = self.passes.of_further(number, 1.0)
+            needed = [rate * count * own / max(self._ratio * gain, 1e-9) for count, gain in enumerate(further, 1)]
+            thresholds.append(min(needed))
+        drafts = bool(thresholds) and num_rows > thresholds[0]
+        return Plan(size, drafts, [*thresholds, float("inf"), float("inf")])
+
+    def _rate(self, num_rows: int, size: int, num_prefill_tokens: int) -> float:
+        gain = self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows)
+        return (num_rows + gain) / self._seconds(num_rows, size, num_prefill_tokens, is_plain=False)
+
+    def _seconds(self, num_rows: int, size: int, num_prefill_tokens: int, is_plain: bool = True) -> float:
+        """Expected seconds of a round."""
+        step = self.step.seconds(size + num_prefill_tokens)
+        if is_plain:
+            return step + self.plain_rest.at(num_rows)
+        start, own = self.proposing.at(num_rows, self.pass_guess)
+        usual = self._usual_passes if self.num_passes else 0.0
+        return step + start + usual * own + self.rest.at(num_rows)
+
+    def _gain(self, num_rows: int, num_nodes: float) -> float:
+        """Expected accepted tokens of a row, beside the target's own, with so many nodes a row on average."""
+        own = row_class(num_rows)
+        curve = self._gains[min(self._gains, key=lambda other: abs(other - own))]
+        return float(np.interp(num_nodes, _NODES, curve))
+
+    @property
+    def _ratio(self) -> float:
+        """Accepted tokens / expected tokens, lately."""
+        return self._accepted / self._expected if self.fixed is None else 1.0
+
+    _usual_passes = 1.0  # running mean of the passes of a round with a tree
+
+    # Learning
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn from a round."""
+        num_rows, is_plain = outcome.num_rows, outcome.is_plain
+        if outcome.step_seconds > 0 and self.fixed is None:
+            self.step.observe(outcome.tokens + outcome.num_prefill_tokens, outcome.step_seconds, least=num_rows)
+            rest = self.plain_rest if is_plain else self.rest
+            rest.observe(num_rows, outcome.rest_seconds, most=outcome.step_seconds)
+            if not is_plain:
+                self.proposing.observe(num_rows, outcome.num_passes, outcome.propose_seconds)
+        if is_plain:
+            return
+        self.calibration.add(outcome.tried, outcome.fitted)
+        self._usual_passes += WEIGHT * (outcome.num_passes - self._usual_passes)
+        ratios = np.array(self.path_calibration.ratios)
+        powers = np.clip(-np.frexp(outcome.paths)[1], 0, len(ratios) - 1)
+        expected = np.where(outcome.paths > 0, outcome.paths * ratios[powers], 0.0)
+        self._learn_gains(num_rows, expected)
+        self._learn_passes(outcome, expected)
+        self._learn_acceptance(outcome, expected)
+
+    def _learn_gains(self, num_rows: int, expected: np.ndarray) -> None:
+        gains = np.concatenate([[0.0], np.cumsum(np.sort(expected.ravel())[::-1])]) / num_rows
+        curve = np.interp(_NODES, np.arange(len(gains)) / num_rows, gains)
+        known = self._gains.get(row_class(num_rows))
+        self._gains[row_class(num_rows)] = curve if known is None else known + _MEAN * (curve - known)
+
+    def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
+        """Learn what each pass brought: the expected tokens of the verified nodes that needed it."""
+        if not outcome.num_passes:
+            self.passes.observe_none()
+            return
+        width = outcome.needs.shape[1] - 1
+        is_verified = np.arange(width) < outcome.num_nodes[:, None]
+        weights = np.where(is_verified, expected[:, :width], 0.0)
+        by_need = np.bincount(outcome.needs[:, 1:].ravel(), weights.ravel(), minlength=outcome.num_passes + 1)
+        values = np.cumsum(by_need)[: outcome.num_passes + 1]
+        self.passes.observe(outcome.reaches, values.tolist())
+
+    def _learn_acceptance(self, outcome: Outcome, expected: np.ndarray) -> None:
+        is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]
+        hoped = float(expected[is_verified].sum())
+        self._expected += hoped - WEIGHT * self._expected
+        self._accepted += sum(map(len, outcome.nodes)) - WEIGHT * self._accepted
+        verified = np.where(is_verified, outcome.paths, 0.0)[:, : int(outcome.num_nodes.max())]
+        paths = np.concatenate([np.ones((len(verified), 1), verified.dtype), verified], axis=1)
+        self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes)
+
+
+# Mean numbers of nodes of a row for which gains are kept.
+_NODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 127.0])

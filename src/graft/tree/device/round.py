@@ -1,0 +1,336 @@
+"""DeviceRound: a whole round on the device, from the texts to the step to verify, and from its outcome to the texts.
+
+It holds all memory that the kernels share, and calls them in their order. It knows no model and no engine: drafted
+levels, choices and hidden states are given to it. All of it may run inside CUDA graphs: `propose` before the step that
+verifies, `finish` after it. What a round needs of the host is in `Inputs`, what the host gets to know is in `Results`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graft.tree.candidates import DEPTH_FACTORS
+from graft.tree.device import copies, drafts, outcome, ranking, tables, walk
+from graft.tree.device.pool import Pool, PoolShape, bucket_starts
+
+MAX_TOKENS = 32  # new tokens of a row in a round: a tree is at most one less deep
+MAX_TREE_TOKENS = 512  # of a step, all rows together
+MAX_NODES = 127  # of a row
+NUM_AGREEMENTS = 3
+_WIDTHS = (4, 16, 48)  # classes of the number of candidates, by twice the mean number of nodes of a row
+_MOST_COPIES, _MOST_PLACES, _MOST_BEAMS, _WAVES = 40, 10, 12, 5
+
+
+class RoundShape(NamedTuple):
+    """What one captured graph is for."""
+
+    rows: int  # with padding
+    tokens: int  # of the step: roots and nodes, with padding
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step has roots alone."""
+        return self.tokens <= self.rows
+
+    @property
+    def cap(self) -> int:
+        """The most nodes of a row: with many rows few of them have many."""
+        return min(max(2 * MAX_NODES // max(self.rows // 2, 2), 15) | 1, MAX_NODES)
+
+    def pool(self, levels: tuple[int, ...]) -> PoolShape:
+        most = 2 * max(self.tokens - self.rows, 1) // self.rows
+        width = next((width for width in _WIDTHS if width >= most), _WIDTHS[-1])
+        places = max(width // 4, 1)
+        return PoolShape(
+            self.rows,
+            copy_nodes=min(width, _MOST_COPIES),
+            num_places=min(places, _MOST_PLACES),
+            levels=levels,
+            num_waves=_WAVES,
+            beam=min(places, _MOST_BEAMS),
+        )
+
+
+class Sources(NamedTuple):
+    """Numbers of the sources of candidates; 0 is the root. A source that is not used has None."""
+
+    count: int  # of all, with the root
+    num_buckets: int  # of scores
+    drafted: int | None = None
+    copies: int | None = None  # of the row's own text; those of finished texts have the next number
+    tables: int | None = None  # of three tokens; those of two and one have the next numbers
+
+
+def packed(parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[int, Callable[[Tensor], dict[str, Tensor]]]:
+    """A layout of several tensors in one of int32: its size, and a function that gives their views."""
+    places, end = {}, 0
+    for name, (dtype, shape) in parts.items():
+        size = math.prod(shape) * dtype.itemsize // 4
+        places[name] = (end, end + size, dtype, shape)
+        end += -(-size // 4) * 4  # kernels are compiled for addresses of 16 bytes
+
+    def views(numbers: Tensor) -> dict[str, Tensor]:
+        return {name: numbers[a:b].view(dtype).view(shape) for name, (a, b, dtype, shape) in places.items()}
+
+    return end, views
+
+
+def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
+    """What the host says of a round. Rows of padding have table row 0 and cap -1."""
+    i32, i64, f32, by_row = torch.int32, torch.int64, torch.float32, (max_rows + 1,)
+    return {
+        "table_rows": (i32, by_row),
+        "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: not in use
+        "max_depths": (i32, by_row),
+        "owners": (i32, by_row),  # whose finished texts the row sees
+        "salts": (i64, by_row),  # whose table entries it uses
+        "seeds": (i64, by_row),
+        "temperatures": (f32, by_row),
+        "top_k": (i64, by_row),
+        "top_p": (f32, by_row),
+        "min_p": (f32, by_row),
+        "total": (i32, (1,)),  # nodes of all rows together
+        "drafts": (i32, (1,)),  # 1 if the first draft pass is made
+        "thresholds": (f32, (num_passes + 2,)),  # reach below which each pass is not made
+        "acceptance_probs": (f32, (NUM_AGREEMENTS, sources.count, sources.num_buckets)),
+    }
+
+
+def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
+    """What the host gets to know of a round."""
+    i32, f32 = torch.int32, torch.float32
+    most = max(RoundShape(rows, 0).cap * rows for rows in range(1, max_rows + 1))
+    table = (NUM_AGREEMENTS, sources.count, sources.num_buckets)
+    return {
+        "counts": (i32, (max_rows + 1,)),  # new tokens; 0 for the row of padding
+        "tokens": (i32, (max_rows, MAX_TOKENS)),
+        "places": (i32, (max_rows, MAX_TOKENS)),  # accepted nodes in their trees
+        "made": (i32, (num_passes + 2,)),  # whether each pass was made
+        "reaches": (f32, (num_passes + 2,)),  # P(one of its beams is accepted), summed over the rows
+        "num_nodes": (i32, (max_rows,)),  # verified; -1 in rows of padding
+        "paths": (f32, (most,)),  # [rows, cap] path probabilities of the likeliest nodes, best first
+        "step": (i32, (2, MAX_TREE_TOKENS)),  # tokens and parents of the step
+        "origins": (i32, (2, MAX_TREE_TOKENS)),  # their sources and needed passes
+        "tried": (i32, table),
+        "fitted": (i32, table),
+    }
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The new tokens of all rows behind each other, for a drafter: [E] each, and by row [R + 1]."""
+
+    rows: Tensor
+    places: Tensor  # among the row's new tokens
+    tokens: Tensor
+    nodes: Tensor  # the step's token after which each was chosen
+    begins: Tensor  # by row: its first entry
+    counts: Tensor  # by row
+    lengths: Tensor  # by row: committed tokens before the round
+    table_rows: Tensor  # by row
+
+
+AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+class DeviceRound:
+    """All of a round but the models."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_table_rows: int,
+        context: int,
+        past_tokens: int,
+        levels: Callable[[int], tuple[int, ...]],  # by number of rows: drafted nodes by depth
+        num_beams: Callable[[int], int],
+        num_passes: int,
+        sources: Sources,
+        known: tables.Tables | None,
+        device: torch.device,
+    ) -> None:
+        self.max_rows, self.sources, self.num_passes, self.device = max_rows, sources, num_passes, device
+        self._levels, self._num_beams = levels, num_beams
+        self.texts = copies.Texts(num_table_rows, context, past_tokens, device)
+        self.tables = known
+        self.num_inputs, self.inputs_in = packed(inputs_layout(max_rows, num_passes, sources))
+        self.num_results, self.results_in = packed(results_layout(max_rows, num_passes, sources))
+        self.numbers = torch.zeros(self.num_inputs, dtype=torch.int32, device=device)
+        self.results = torch.zeros(self.num_results, dtype=torch.int32, device=device)
+        self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
+        self.pool = Pool(max_rows, self._capacity(), device)
+        self._scratch = ranking.Scratch(max_rows, self.pool.capacity, device)
+        self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
+        self._factors = DEPTH_FACTORS.to(device)
+        self._starts, self._starts64 = (bucket_starts(dtype, device) for dtype in (torch.float32, torch.float64))
+        self._terms = outcome.exponential_terms(device)
+        self._reach = torch.zeros(max_rows, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
+        self._places = torch.zeros(max_rows, _MOST_PLACES, dtype=torch.int32, device=device)
+        by_row = torch.zeros(6, max_rows + 1, dtype=torch.int32, device=device)
+        self._nothing, self._walk_lengths, self._walk_roots, self._accepted, self._committed, self._begins = by_row
+        self._nodes = torch.zeros(max_rows, MAX_TOKENS, dtype=torch.int32, device=device)
+        self._emitted = torch.zeros(max_rows, MAX_TOKENS + 1, dtype=torch.int64, device=device)
+        self._entries = torch.zeros(4, max(MAX_TREE_TOKENS, max_rows), dtype=torch.int32, device=device)
+
+    def _capacity(self) -> int:
+        """Places of a row in the pool, of the largest shape."""
+        return max(
+            RoundShape(rows, MAX_TREE_TOKENS).pool(self._levels(rows)).width for rows in range(1, self.max_rows + 1)
+        )
+
+    @property
+    def made(self) -> Tensor:
+        """[passes + 1] int32: whether each draft pass is made; a pass is to run under its own."""
+        return self.found["made"]
+
+    # Before the step
+
+    def propose(
+        self,
+        shape: RoundShape,
+        columns: Tensor,  # [6, room] int32, written: see `ranking.lay_out`
+        by_row: Tensor,  # [4, rows] int32, written; rows behind the shape's become 0
+        max_context: int,
+        draft: Callable[[AddLevel], None] | None,
+    ) -> None:
+        """Write the step to verify. draft: makes all passes, each under its flag, and adds their levels."""
+        inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
+        table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
+        pool_shape = shape.pool(self._levels(rows))
+        ranked = self._ranked(shape)
+        by_row.zero_()
+        copies.begin(self.pool, pool_shape, self.texts, table_rows)
+        if shape.is_plain:
+            ranked.counts.copy_(caps.clamp(max=0))
+        else:
+            probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"][:rows]
+            found["made"].zero_()
+            found["reaches"].zero_()
+            if sources.copies is not None:
+                self._copy(pool_shape, self._roots[:rows], 1, max_context)
+            if draft is not None:
+                found["made"][:1].copy_(inputs["drafts"])
+                draft(lambda *level: self._add_level(pool_shape, *level))
+                if sources.copies is not None:
+                    places = self._places.flatten()[: rows * pool_shape.num_places].view(rows, -1)
+                    copies.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
+                    self._copy(pool_shape, places, pool_shape.first_copy, max_context)
+            if sources.tables is not None:
+                assert self.tables is not None
+                salts = inputs["salts"][:rows]
+                tables.follow(
+                    *(self.pool, pool_shape, self.tables, salts, probs, self._factors, max_depths), sources.tables
+                )
+            ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, sources.drafted or 0)
+            ranking.rank(self.pool, pool_shape, caps, ranked, inputs["total"])
+        ranking.lay_out(
+            *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
+            shape.tokens,
+        )
+
+    def _add_level(self, shape: PoolShape, number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
+        inputs, found, drafted = self.inputs, self.found, self.sources.drafted
+        assert drafted is not None
+        drafts.add_level(
+            *(self.pool, shape, number, tokens, parents, q, inputs["acceptance_probs"], self._factors, self._starts),
+            *(inputs["caps"], inputs["thresholds"], self._reach, found["reaches"], found["made"], self._arrived),
+            drafted,
+            self._num_beams(shape.num_rows),
+        )
+
+    def _copy(self, shape: PoolShape, places: Tensor, first: int, max_context: int) -> None:
+        """Add copies of earlier text below the places [R, P]."""
+        inputs, texts, (rows, num_places) = self.inputs, self.texts, places.shape
+        table_rows, source = inputs["table_rows"][:rows], self.sources.copies
+        assert source is not None
+        sizes = (min(max_context, texts.own.shape[1]), len(texts.past))
+        own, past = (copies.Found.make(rows, num_places, size, self.device) for size in sizes)
+        copies.find(self.pool, texts, table_rows, inputs["owners"], places, own, past, sizes[0])
+        calibration = (inputs["acceptance_probs"], self._factors, inputs["max_depths"])
+        copies.attach(self.pool, shape, texts, table_rows, places, own, past, *calibration, source, first)
+
+    def _ranked(self, shape: RoundShape) -> ranking.Ranked:
+        size = (shape.rows, shape.cap)
+        nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
+        return ranking.Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+
+    # After the step
+
+    def finish(
+        self,
+        shape: RoundShape,
+        columns: Tensor,  # [6, room] int32 the step, as `propose` wrote it
+        by_row: Tensor,  # [4, rows] int32
+        chosen: Tensor,  # [tokens] the token chosen after each
+        successors: Tensor | None,  # [tokens, k] int32 the target's likeliest tokens after each; None: learn nothing
+        logits: Tensor | None,  # [tokens, k] float32
+    ) -> None:
+        """Walk down the trees, let the texts grow, count what was proposed and learn the successors.
+
+        Afterwards `committed` and `entries` say what engine and drafter have to do.
+        """
+        inputs, found, rows, size = self.inputs, self.found, shape.rows, shape.tokens
+        table_rows, starts, sizes = inputs["table_rows"][:rows], by_row[0], by_row[1]
+        counts, new = found["counts"][:rows], found["tokens"][:rows]
+        found["step"][:, :size].copy_(columns[:2, :size])
+        walk.follow(
+            *(columns[0, :size], columns[1, :size], chosen, starts, sizes, self._nothing[:rows], counts),
+            *(self._walk_lengths[:rows], self._walk_roots[:rows], new, self._nodes[:rows]),
+            most=1 if shape.is_plain else shape.cap + 1,
+        )
+        outcome.advance(
+            *(self.texts, table_rows, starts, counts, new, self._nodes[:rows], found["places"][:rows]),
+            *(self._accepted[:rows], self._committed[:rows], self._factors, self._emitted[:rows]),
+        )
+        if successors is None or logits is None:
+            return
+        found["tried"].zero_()
+        found["fitted"].zero_()
+        if not shape.is_plain:
+            pool_shape = shape.pool(self._levels(rows))
+            outcome.count(
+                *(self.pool, pool_shape, self._factors, counts, self._emitted), found["tried"], found["fitted"]
+            )
+        step = (columns[0, :size], columns[1, :size], columns[2, :size], columns[4, :size])
+        self.learn(step, starts, self.pool.before, inputs["salts"], successors, logits, rows, is_text=False)
+
+    def learn(
+        self,
+        step: Sequence[Tensor],  # tokens, parents, places and rows
+        starts: Tensor,
+        before: Tensor,
+        salts: Tensor,
+        successors: Tensor,
+        logits: Tensor,
+        num_rows: int,
+        is_text: bool,
+    ) -> None:
+        """Let the tables learn the successors of a step's tokens; see `outcome.learn`."""
+        if self.tables is not None:
+            outcome.learn(
+                *(self.tables, *step, starts, before, salts, successors, logits, self._starts64, self._terms),
+                *(num_rows, is_text),
+            )
+
+    def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an engine commits: table rows, committed lengths, accepted places and their numbers, by row."""
+        rows = shape.rows
+        table_rows, places = self.inputs["table_rows"][:rows], self.found["places"][:rows]
+        return table_rows, self._committed[:rows], places, self._accepted[:rows]
+
+    def entries(self, shape: RoundShape) -> Entries:
+        """The new tokens for a drafter, behind each other and padded."""
+        rows, size = shape.rows, min(shape.tokens, shape.rows * MAX_TOKENS)
+        of_rows, places, tokens, nodes = (part[:size] for part in self._entries)
+        begins, counts, lengths = (part[: rows + 1] for part in (self._begins, self.found["counts"], self._committed))
+        outcome.line_up(counts, lengths, self.found["tokens"], self._nodes, begins, of_rows, places, tokens, nodes)
+        table_rows = self.inputs["table_rows"][: rows + 1]
+        return Entries(of_rows, places, tokens, nodes, begins, counts, lengths, table_rows)
