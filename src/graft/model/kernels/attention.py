@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.kernels import overlap
+from graft.model.kernels import gate, overlap
+from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
 
@@ -140,6 +141,7 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
         BLOCK_N=tiles.keys,
         SPLITS=tiles.splits,
         BLOCK=_PLANNED_AT_ONCE,
+        **gate.options(),
     )
     return Plan(items, num_items, chains, strips, num_strips)
 
@@ -187,7 +189,7 @@ def tree_attention(
     by_row = (layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
-    launched = overlap.options(query.device)
+    launched = {**overlap.options(query.device), **gate.options()}
     cut: dict[str, Any] = {
         "GROUP": group,
         "TOKENS": tiles.tokens(group),
@@ -699,8 +701,11 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Plan the items of one row or, in the last programs, the strips of a block of tokens."""
+    if is_shut(flag):
+        return
     row = tl.program_id(0)
     if row < num_rows:
         _plan_row(
@@ -780,8 +785,11 @@ def _prefix_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Attention over whole blocks of prefix, which all tokens of a tile share: some items of the plan, one key head."""
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
@@ -884,12 +892,15 @@ def _tail_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Attention of tree nodes over the end of the committed text and their paths: some strips, for one key head.
 
     Continues where the prefix kernel ended. A tile has the nodes of a strip, the deepest first, or a part of one token.
     Nodes that end before the split write states that nobody reads.
     """
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
     keys += kv_head * cache_head
@@ -978,8 +989,11 @@ def _combine_kernel(
     REACH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Combine all splits of one token, for the query heads that share a key head; 0 for padding."""
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)

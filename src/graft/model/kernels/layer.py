@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.kernels import overlap
+from graft.model.kernels import gate, overlap
 from graft.model.kernels.attention import slot_of
+from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
 
@@ -26,7 +27,8 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
     parents: [T] int32 places in the same row. Tokens whose path is written are at most max_path - 1 deep.
     """
     paths = parents.new_empty(len(parents), max_path)
-    _lay_out_kernel[(len(parents),)](parents, places, depths, starts, rows, paths, max_path, num_warps=1)
+    numbers = (parents, places, depths, starts, rows, paths)
+    _lay_out_kernel[(len(parents),)](*numbers, max_path, num_warps=1, **gate.options())
     return paths
 
 
@@ -52,6 +54,7 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
         **(overlap.USUAL if delta is None else overlap.options(stream.device)),
+        **gate.options(),
     )
     return total, normed
 
@@ -93,6 +96,7 @@ def rotate_and_store(
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
         **overlap.options(qkv.device),
+        **gate.options(),
     )
 
 
@@ -101,7 +105,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, both = gate_up.shape
     out = gate_up.new_empty(num_tokens, both // 2)
     block = min(triton.next_power_of_2(both // 2), _NEURONS_AT_ONCE)
-    _silu_mul_kernel[(num_tokens, triton.cdiv(both // 2, block))](gate_up, out, SIZE=both // 2, BLOCK=block)
+    grid = (num_tokens, triton.cdiv(both // 2, block))
+    _silu_mul_kernel[grid](gate_up, out, SIZE=both // 2, BLOCK=block, **gate.options())
     return out
 
 
@@ -114,8 +119,11 @@ def _lay_out_kernel(
     rows: tl.tensor,
     paths: tl.tensor,
     max_path: int,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Walk from one token up to the root, and write its path from the end."""
+    if is_shut(flag):
+        return
     token = tl.program_id(0)
     place = tl.load(places + token)
     depth = tl.load(depths + token)
@@ -148,7 +156,10 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
@@ -192,8 +203,11 @@ def _rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Rotate and store some heads of one token in one layer, as two halves that the rotation mixes."""
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     keys += layer * cache_layer
@@ -262,7 +276,11 @@ def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, flag: tl.tensor | None = None
+) -> None:
+    if is_shut(flag):
+        return
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE

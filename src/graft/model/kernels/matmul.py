@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from graft.model.kernels import gate, overlap
 from graft.model.kernels import layer as layer_kernels
-from graft.model.kernels import overlap
+from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import gated
 from graft.model.kernels.overlap import after_previous, start_next
 
@@ -122,7 +123,7 @@ class Products:
     """Matrix products of one device, by the kernel or by PyTorch."""
 
     def __init__(self, device: torch.device, always: bool = False) -> None:
-        """always: use the kernel whenever it can run; else only if it is about as fast as PyTorch."""
+        """always: use the kernel whenever it can run; else behind gates and if it is about as fast as PyTorch."""
         self._always = always
         self._processors, self._shared_memory = _PROCESSORS, _SHARED_MEMORY
         self._by_descriptor = True  # load blocks by tensor descriptors, which newer devices support
@@ -178,11 +179,12 @@ class Products:
             num_warps=tile.warps,
             num_stages=tile.stages,
             **overlap.options(x.device),
+            **gate.options(),
         )
         return out
 
     def _is_ours(self, x: Tensor, weight: Tensor) -> bool:
-        return self._always or (len(x) <= FEW and self.is_quick(weight))
+        return self._always or gate.is_set() or (len(x) <= FEW and self.is_quick(weight))
 
     def _blocks_of(self, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor | Tensor:
         if not self._by_descriptor:
@@ -214,9 +216,12 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Compute one tile. A row's last tile ends with the last token, since loads past it are slow. Tokens that it shares
     with the previous tile get the same bits twice."""
+    if is_shut(flag):
+        return
     start_next(OVERLAPS)
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)

@@ -27,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graft.model.kernels import gate
+
 is_on = True  # benchmarks switch it off to compare
 _LEAST_CAPABILITY = 9
 _LEAST_CUDA = (12, 4)  # graphs preserve such launches from this version on
@@ -37,7 +39,7 @@ _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", defaul
 
 @contextmanager
 def launches(are_worth_it: bool) -> Iterator[None]:
-    """Context in which launches overlap if possible and worth it.
+    """Context in which launches overlap if possible and worth it, and not behind a gate.
 
     Kernels read layout and plan before they wait. So these must be written before, and the first launch inside must be
     a usual one, which waits for those writes.
@@ -51,7 +53,8 @@ def launches(are_worth_it: bool) -> Iterator[None]:
 
 def options(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may overlap with the previous one, for a kernel with the flag OVERLAPS."""
-    return {"OVERLAPS": True, "launch_pdl": True} if is_on and _is_worth_it.get() and _is_possible(device) else USUAL
+    overlaps = is_on and _is_worth_it.get() and not gate.is_set() and _is_possible(device)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else USUAL
 
 
 @cache

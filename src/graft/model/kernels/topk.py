@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.model.kernels import gate
+from graft.model.kernels.gate import is_shut
+
 _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
 
@@ -33,7 +36,15 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, best = found.new_empty(num_rows, k), values.new_empty(num_rows, k)
     total = values.new_empty(num_rows)
     _chunk_topk_kernel[(num_rows, num_chunks)](
-        logits, logits.stride(0), found, values, *sums, vocab_size, K=k, KEPT=kept, CHUNK=_CHUNK, num_warps=1
+        logits,
+        logits.stride(0),
+        *(found, values, *sums),
+        vocab_size,
+        K=k,
+        KEPT=kept,
+        CHUNK=_CHUNK,
+        num_warps=1,
+        **gate.options(),
     )
     num_found = triton.next_power_of_2(num_chunks * k)
     _rank_kernel[(num_rows,)](
@@ -45,6 +56,7 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         NUM_FOUND=num_found,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=min(max(num_found // 1024, 4), 16),
+        **gate.options(),
     )
     return tokens, best, total
 
@@ -111,8 +123,11 @@ def _chunk_topk_kernel(
     K: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Top-k of one chunk, and its sum of exponentials."""
+    if is_shut(flag):
+        return
     row, chunk = tl.program_id(0), tl.program_id(1)
     place = row * tl.num_programs(1) + chunk
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -138,8 +153,11 @@ def _rank_kernel(
     KEPT: tl.constexpr,
     NUM_FOUND: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """Top-k of a row, from those of its chunks."""
+    if is_shut(flag):
+        return
     row = tl.program_id(0)
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K

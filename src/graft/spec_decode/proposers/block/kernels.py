@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.model.kernels import gate
+from graft.model.kernels.gate import is_shut
+
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     """Inputs [R * width, H] of blocks: the embedding of a root [R] int32, then `width` - 1 times the mask [H].
@@ -16,7 +19,12 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     out = embedding.new_empty(len(roots) * width, size)
     block = triton.next_power_of_2(size)
     _slots_kernel[(len(out),)](
-        roots, embedding, mask, out, width, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        *(roots, embedding, mask, out),
+        width,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **gate.options(),
     )
     return out
 
@@ -43,6 +51,7 @@ def children(
         K=k,
         BLOCK=triton.next_power_of_2(num_candidates),
         num_warps=1,
+        **gate.options(),
     )
 
 
@@ -55,8 +64,11 @@ def _slots_kernel(
     width: int,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one slot."""
+    if is_shut(flag):
+        return
     slot = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -79,8 +91,11 @@ def _children_kernel(
     num_candidates: int,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one slot after one token before it."""
+    if is_shut(flag):
+        return
     entry = tl.program_id(0)
     slot = entry // num_parents  # counted over all rows
     following = slot % num_slots + 1

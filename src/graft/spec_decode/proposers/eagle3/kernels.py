@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.model.kernels import gate
+from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import rms_normed
 
 
@@ -82,6 +84,7 @@ def enter(
         SIZE=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **gate.options(),
     )
     return both, residual
 
@@ -94,7 +97,11 @@ def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tenso
     size = outputs.shape[1]
     block = triton.next_power_of_2(size)
     _keep_last_kernel[(len(counts),)](
-        outputs, begins, counts, table_rows, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        *(outputs, begins, counts, table_rows, root),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **gate.options(),
     )
 
 
@@ -143,6 +150,7 @@ def spread(
         SORTED=keep is not None,
         BLOCK=max(triton.next_power_of_2(num_beams * topk), 16),
         BLOCK_P=triton.next_power_of_2(beams.entries.shape[2]),
+        **gate.options(),
     )
 
 
@@ -155,8 +163,11 @@ def _keep_last_kernel(
     root: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one row."""
+    if is_shut(flag):
+        return
     row = tl.program_id(0)
     count = tl.load(counts + row)
     last = tl.load(begins + row) + count - 1
@@ -182,8 +193,11 @@ def _enter_kernel(
     KEEPS_NORMED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one half of an entry's inputs."""
+    if is_shut(flag):
+        return
     entry, half = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -232,8 +246,11 @@ def _spread_kernel(
     SORTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one row."""
+    if is_shut(flag):
+        return
     row = tl.program_id(0)
     child = tl.arange(0, BLOCK)
     real = child < F * K

@@ -1,0 +1,84 @@
+"""Gates: kernels that return at once if a flag on the device says so. Importing this module needs Triton.
+
+The host does not need to know the flag, so one CUDA graph can hold work that may turn out not to be wanted. Each kernel
+reads the flag when it runs. A skipped kernel costs its launch alone and writes nothing, so whatever reads its outputs
+must lie behind the same gate, or accept any content.
+
+Only our kernels have gates. PyTorch's operations run in any case: behind a shut gate they must not write to memory that
+lasts, nor take indices from memory that a skipped kernel would have written.
+
+Launches behind a gate do not overlap (see `overlap`). So the kernel that wrote the flag has ended before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COPIED_AT_ONCE = 1024
+_OPEN: dict[str, Any] = {}
+
+_flag: ContextVar[Tensor | None] = ContextVar("graft_gate", default=None)
+
+
+@contextmanager
+def under(flag: Tensor) -> Iterator[None]:
+    """Context whose kernels return at once if the flag, one int32 on the device, is 0 when they run.
+
+    Of nested gates only the inner one counts. Kernels are compiled for flags whose address is a multiple of 16, as that
+    of every new tensor is, and once more for others.
+    """
+    if flag.dtype is not torch.int32 or flag.numel() != 1:
+        raise ValueError("a gate's flag must be one int32")
+    token = _flag.set(flag)
+    try:
+        yield
+    finally:
+        _flag.reset(token)
+
+
+def is_set() -> bool:
+    """Whether launches are behind a gate now."""
+    return _flag.get() is not None
+
+
+def options() -> dict[str, Any]:
+    """Options of a launch, for a kernel with an argument `flag` that is None by default."""
+    flag = _flag.get()
+    return _OPEN if flag is None else {"flag": flag}
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy to a contiguous target of the same shape; behind a gate, only if it is open."""
+    if not is_set():
+        target.copy_(source)
+    elif target.data_ptr() != source.data_ptr():
+        assert target.is_contiguous() and target.shape == source.shape
+        source, size = source.to(target.dtype).contiguous(), target.numel()
+        _copy_kernel[(triton.cdiv(size, _COPIED_AT_ONCE),)](target, source, size, BLOCK=_COPIED_AT_ONCE, **options())
+
+
+@triton.jit
+def is_shut(flag: tl.tensor | None) -> tl.tensor | tl.constexpr:
+    """Whether the kernel is to return now. Without a gate this is known when the kernel is compiled."""
+    if flag is None:
+        return False
+    else:
+        return tl.load(flag) == 0
+
+
+@triton.jit(do_not_specialize=["size"])
+def _copy_kernel(
+    target: tl.tensor, source: tl.tensor, size: int, BLOCK: tl.constexpr, flag: tl.tensor | None = None
+) -> None:
+    if is_shut(flag):
+        return
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + place, tl.load(source + place, mask=place < size), mask=place < size)
