@@ -33,7 +33,8 @@ from graft.integrations.sglang.trees import (
 )
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
+from graft.spec_decode.grafter import Grafter, Text
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.tree.tree import DRAFTED, TreeLinks
 from tree_strategies import path_of, trees
 

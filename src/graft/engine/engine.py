@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -35,8 +35,14 @@ from graft.settings import check_size, require, require_known
 from graft.spec_decode.acceptance import Accepted, choose_ahead, walk
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
 from graft.spec_decode.policies.base import DraftResult
+from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.tree.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.engine.device_rounds import DeviceRounds
+
+BY_ITSELF = ("cuda",)  # kinds of devices that make rounds by themselves
 
 
 class PrefillChunk(NamedTuple):
@@ -86,6 +92,7 @@ class Engine:
             policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
         self.prefix_cache = prefix_cache
+        self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     def __repr__(self) -> str:
@@ -277,7 +284,7 @@ class Engine:
             return
         for row in finished:
             if learns:
-                self.policy.finish(batch.sequences[row])
+                self.finish(batch, batch.sequences[row])
             if shares:
                 self.keep_pages(batch, row)
         batch.keep(set(range(len(batch.sequences))).difference(finished))
@@ -296,6 +303,9 @@ class Engine:
         meanwhile: called while the device works, when the sequences' texts are those of the rounds before.
         """
         batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
+        if batch.is_on_device:
+            self._run_on_device(batch, clock, chunks, meanwhile)
+            return
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if speculates:
             draft_result = self.policy.grow(batch, batch.roots(), clock)
@@ -319,6 +329,36 @@ class Engine:
                 self.policy.learn(batch, tree, verified, accepted, verify_time())
             self._learn_prompts(chunks, read)
         self._extend(batch, tree, verified, accepted, draft_result)
+
+    def _run_on_device(
+        self, batch: Batch, clock: Clock, chunks: Sequence[PrefillChunk], meanwhile: Callable[[], None]
+    ) -> None:
+        """A round of the device: it is launched, and the one before is taken."""
+        assert self.device_rounds is not None
+        read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
+        self._learn_prompts(chunks, read)
+
+    @property
+    def device_rounds(self) -> DeviceRounds | None:
+        """The rounds that the device makes by itself; None where it cannot."""
+        if self._device_rounds is None or self._device_rounds[0] is not self.policy:
+            rounds = None
+            if self.target.device.type in BY_ITSELF:
+                from graft.engine.device_rounds import DeviceRounds  # needs Triton
+
+                rounds = DeviceRounds.of(self.target, self.policy, self.drafter)
+            if isinstance(self.policy, Graft):
+                self.policy.on_device = rounds
+            self._device_rounds = (self.policy, rounds)
+        return self._device_rounds[1]
+
+    def finish(self, batch: Batch, sequence: TokenSequence) -> None:
+        """Learn from a finished answer."""
+        if batch.is_on_device and self.device_rounds is not None:
+            self.policy.num_texts += 1
+            self.device_rounds.finish_text(sequence)
+        else:
+            self.policy.finish(sequence)
 
     def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
         """The nodes that grammars allow, and no more than fit a step."""
@@ -363,10 +403,22 @@ class Engine:
             start = end - len(part.chunk.tokens)
             try:
                 sequence.read_prompt(start, verified)
-                if sequence.speculates:
-                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
+                following = sequence.ids[start + 1 : end + 1]
+                if sequence.speculates and part.batch.is_on_device:
+                    self._read_on_device(part, verified, following, sequence.ids[max(start - 2, 0) : start])
+                elif sequence.speculates:
+                    self.policy.read(part.batch, part.row, verified, following)
             except Exception as error:
                 sequence.failure = error
+
+    def _read_on_device(
+        self, part: PrefillChunk, verified: VerifyOutput, following: list[int], preceding: list[int]
+    ) -> None:
+        assert self.device_rounds is not None
+        salt = self.policy.salt_of(part.batch.sequences[part.row])
+        self.device_rounds.learn_prompt(verified, preceding, salt)
+        if self.policy.drafter is not None:
+            self.policy.drafter.read(part.batch.draft, part.row, verified, following)
 
     def _catch_up(self, batch: Batch) -> None:
         """The host's work while the device computes; no request waits for it."""
@@ -417,7 +469,9 @@ class Engine:
         """A batch of these sequences on rows that may hold the beginnings of their texts already."""
         try:
             draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
-            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft)
+            rounds = self.device_rounds if chooser is None and not any(row.offset for row in cache.rows) else None
+            is_on_device = rounds is not None and rounds.can_run(sequences, draft)
+            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft, is_on_device)
         except Exception:
             cache.release()
             raise

@@ -30,6 +30,8 @@ class PageAllocator:
         self.engine, self.settings = engine, settings
         # Slots that a round may write after a row's committed text: the target's tree, or the drafter's.
         self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
+        if engine.device_rounds is not None:  # the host does not know yet what the round in flight has added
+            self.slots_ahead += engine.device_rounds.max_new_tokens
         num_pages = num_pages_for(engine, settings, max_batched_tokens)
         least = _pages(self.slots_ahead + 2)
         require(

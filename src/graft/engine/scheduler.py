@@ -500,7 +500,7 @@ class Scheduler:
                 self.pages.keep(self._jobs[sequence], batch, row)
                 if sequence.finish_reason is not None and sequence.speculates:
                     with failures_logged("the policy learns nothing from an answer"):
-                        self.engine.policy.finish(sequence)
+                        self.engine.finish(batch, sequence)
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
         # A failure has changed nothing, so a second try may succeed.
         if rows and (error := self._keep_rows(batch, rows) and self._keep_rows(batch, rows)) is not None:

@@ -426,6 +426,11 @@ class CapturedTarget(TargetRunner):
         """The graph of other work on the same buffers, captured under `key` at first use."""
         return self._graphs.captured(key, run)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are captured, or will be."""
+        return self._graphs.failure is None
+
     def has_captured(self, key: tuple[Any, ...]) -> bool:
         return key in self._graphs.steps
 

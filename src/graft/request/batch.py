@@ -22,6 +22,7 @@ class Batch:
     cache: KVCache  # of the target
     chooser: Chooser
     draft: Any = None  # the drafter's DraftState
+    is_on_device: bool = False  # whether the device makes its rounds by itself
     num_prefill_tokens: int = 0  # prompt tokens in the coming step, of other batches
     _max_depth: int | None = None  # of the current round, once asked for
 

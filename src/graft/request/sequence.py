@@ -207,13 +207,15 @@ class TreeRow:
     def __init__(
         self,
         tree: DraftTree,
-        verified: VerifyOutput,
+        verified: VerifyOutput | None,
         row: int,
         source_names: SequenceOf[str],
         considered: DraftTree | None = None,
         common_sources: Container[str] = (),
     ) -> None:
-        """considered: the tree, then pruned candidates. common_sources: see `Policy`."""
+        """verified: needed for log-probabilities alone. considered: the tree, then pruned candidates.
+
+        common_sources: see `Policy`."""
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._verified = verified
         self._names, self._common_sources = source_names, common_sources
@@ -257,6 +259,7 @@ class TreeRow:
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
+        assert self._verified is not None
         place = int(self._verified.index[self._row, node])
         logprobs = torch.log_softmax(self._verified.logits[place], dim=0)
         values, tokens = logprobs.topk(min(num_alternatives, len(logprobs)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,15 @@ from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, num_setups_of
 from graft.tree.tree import DraftTree
+
+
+class LearnedOnDevice(Protocol):
+    """What the rounds that the device makes by itself have learned."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def reload(self) -> None:
+        """Take over the state of the policy's retrievers."""
 
 
 class Graft(Policy):
@@ -42,6 +52,7 @@ class Graft(Policy):
         self._drafts_ahead = False  # whether the last round decided that this one drafts
         self._setups_before = 0
         self._ended = 0.0  # when the last round ended
+        self.on_device: LearnedOnDevice | None = None
 
     def prepare(self) -> None:
         budget = self.budget
@@ -100,11 +111,13 @@ class Graft(Policy):
 
     def state(self) -> dict[str, Tensor]:
         self.catch_up()
-        return self.grafter.state()
+        return self.grafter.state() | (self.on_device.state() if self.on_device is not None else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self._unlearned, self._unlearned_round = (), None
         self.grafter.restore(state)
+        if self.on_device is not None:
+            self.on_device.reload()
 
     def costs(self) -> dict[str, Tensor]:
         return self.grafter.costs()

@@ -1,0 +1,624 @@
+"""Rounds that the device makes by itself, from one verify to the next; the host works one round behind.
+
+`DeviceRounds.run` launches a round, and then takes the results of the one before, while the device works. So what the
+host knows of a row (its tokens, its length, whether it has ended) lags by one round. It gives out pages by an upper
+bound, and a row that has ended is found out one round late: its surplus round is thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graft.hashing import mix64
+from graft.model import Chunk, Row, VerifyOutput
+from graft.model.captures import Event, context_for, pinned_zeros
+from graft.model.cuda_graphs import CapturedTarget, StepBuffers
+from graft.model.kernels import topk as topk_kernels
+from graft.model.kv_cache import PAGE, PagePool
+from graft.model.runner import outputs_of
+from graft.model.sampler import SamplingSettings
+from graft.model.step import FlatStep, Part
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock
+from graft.spec_decode.controller import Controller, Outcome, Plan
+from graft.spec_decode.policies import Policy
+from graft.spec_decode.policies.graft import Graft
+from graft.spec_decode.policies.off import Off
+from graft.spec_decode.proposers.base import named, part_of
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
+from graft.spec_decode.proposers.draft_buffers import ROWS, padded
+from graft.spec_decode.proposers.drafter import num_setups_of
+from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
+from graft.tree.device.tables import Tables
+from graft.tree.tree import PADDING, DraftTree
+
+_PAST_TOKENS = 1 << 18  # of finished texts that are searched
+_TABLES = ("trigram", "bigram", "adjacency")
+_RING = 3  # rounds whose inputs and results have memory of their own
+
+
+def needs_host(sequence: TokenSequence) -> bool:
+    """Whether the host has a part in the row's choices, or looks at each of its rounds."""
+    s: SamplingSettings = sequence.settings
+    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+    truncates = s.top_k or s.top_p < 1 or s.min_p
+    is_watched = s.logprobs is not None or sequence.is_recorded
+    return bool(penalties or truncates or s.min_tokens or is_watched or sequence.constraint is not None)
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A launched round, until its results are taken."""
+
+    sequences: list[TokenSequence]
+    rows: list[Row]
+    draft_rows: list[CapturedRow | None]
+    shape: RoundShape
+    plan: Plan
+    num_prefill_tokens: int
+    results: dict[str, np.ndarray]
+    marks: Sequence[Any]  # events: before, proposed, verified, finished
+    done: Event
+    num_setups: int  # at launch: the time of a round with a capture says nothing
+    launched: float
+
+
+class DeviceRounds:
+    """The rounds of one engine's batches whose rows do not need the host."""
+
+    max_new_tokens = MAX_TOKENS  # of a row in a round
+
+    def __init__(self, target: CapturedTarget, policy: Policy, drafter: CapturedDrafter[Any, Any] | None) -> None:
+        self._target, self.policy, self._drafter = target, policy, drafter
+        self.controller: Controller | None = None
+        self._sources = Sources(count=1, num_buckets=1)
+        self._isolated = policy.isolated
+        if isinstance(policy, Graft):
+            grafter = policy.grafter
+            budget, numbers = grafter.budget, {name: number for number, name in enumerate(grafter.sources)}
+            self.controller = Controller(
+                budget.step,
+                budget.max_passes,
+                grafter.calibration,
+                grafter.path_calibration,
+                budget.passes,
+                budget.fixed,
+            )
+            num_buckets = grafter.calibration.acceptance_probs.shape[2]
+            self._sources = Sources(
+                len(grafter.sources), num_buckets, numbers.get("drafted"), numbers["suffix"], numbers["trigram"]
+            )
+        self._round: DeviceRound | None = None
+        self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
+        self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
+        self._flight: _Flight | None = None
+        self._ended: Any = None  # the mark at the end of the round before
+        self._num_past = 0  # tokens of finished texts ever written
+
+    @classmethod
+    def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
+        """The rounds of an engine; None where the host has to make them."""
+        if not isinstance(target, CapturedTarget) or type(policy) not in (Off, Graft):
+            return None
+        if isinstance(policy, Graft):
+            if policy.grafter.settings.datastore is not None:
+                return None
+            if drafter is not None and not hasattr(drafter, "run_passes"):
+                return None
+        return cls(target, policy, drafter if isinstance(policy, Graft) else None)
+
+    def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
+        """draft: the drafter's state of the rows."""
+        is_captured = self._target.is_captured and (self._drafter is None or isinstance(draft, CapturedState))
+        return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= MAX_TREE_TOKENS
+
+    # A round
+
+    def run(
+        self, batch: Batch, clock: Clock, chunks: Sequence[Chunk], meanwhile: Callable[[], None]
+    ) -> list[VerifyOutput]:
+        """Launch a round, and take the results of the one before. Returns the output of the prompts' chunks."""
+        if self._flight is not None and (self._is_last(batch) or self._must_move()):
+            self.flush(batch, clock)
+        flight, read = None, []
+        if any(sequence.finish_reason is None for sequence in batch.sequences):
+            flight, read = self._launch(batch, chunks)
+        for sequence in batch.sequences:
+            _try(sequence, sequence.settle)
+        meanwhile()
+        self.flush(batch, clock)
+        self._flight = flight
+        return read
+
+    def flush(self, batch: Batch, clock: Clock) -> None:
+        """Take the results of the round in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._take(flight, batch, clock)
+
+    def _is_last(self, batch: Batch) -> bool:
+        """Whether the round in flight probably ends all answers: then a further one would be thrown away."""
+        rounds = self._flight
+        assert rounds is not None
+        own = {id(sequence) for sequence in rounds.sequences}
+        return all(
+            id(sequence) in own and sequence.num_remaining <= 1.5 * sequence.stats.mean_accepted
+            for sequence in batch.sequences
+        )
+
+    # Launching
+
+    def _must_move(self) -> bool:
+        return self._round is not None and self._pool_state != _state_of(self._target.pool)
+
+    def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[_Flight, list[VerifyOutput]]:
+        target, rows = self._target, batch.cache.rows
+        num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
+        padded_rows = padded(num_rows, ROWS)
+        plan = self._plan(batch, num_rows, padded_rows, num_prefill)
+        shape = RoundShape(padded_rows, plan.tokens)
+        in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
+        longest = 0
+        for row in rows:
+            known = row.length + (MAX_TOKENS if id(row) in in_flight else 0)
+            longest = max(longest, known)
+            self._ensure(row, known + self._slots_ahead(shape))
+        for chunk in chunks:
+            target.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
+            longest = max(longest, chunk.row.length)
+        if self._flight is not None and self._must_move():
+            # The pool has grown, so the texts on the device move: what is in flight is to be known first.
+            self.flush(batch, Clock())
+        setups = num_setups_of(target, self._drafter)
+        with target.launching(shape.tokens + num_prefill) as (buffers, tables):
+            round = self._round_for(target.pool)
+            draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
+            for sequence, row in zip(batch.sequences, rows, strict=True):
+                if row not in self._known:
+                    self._send_text(round, row, sequence.ids)
+            is_random = any(sequence.settings.temperature > 0 for sequence in batch.sequences)
+            learns = any(sequence.speculates for sequence in batch.sequences)
+            context = context_for(longest, target.contexts)
+            key = (id(buffers), *shape, context, draft)
+            propose = partial(self._propose, round, buffers, shape, context)
+            finish = partial(self._finish, round, buffers, tables, shape, context, is_random, learns)
+            finish_key = ("finish", is_random, learns, *key)
+            if not target.has_captured(finish_key):
+                # Warm-up runs before a capture change texts and pages, so they get rows of padding.
+                self._load(round, [], [], shape, plan)
+                target.capture(("propose", *key), propose)()
+                target.capture(finish_key, finish)
+            marks = [_mark(target.device) for _ in range(4)]
+            self._load(round, batch.sequences, rows, shape, plan)
+            marks[0].record()
+            target.capture(("propose", *key), propose)()
+            read = self._load_chunks(round, buffers, shape, chunks)
+            marks[1].record()
+            step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest)
+            if step is None:
+                raise RuntimeError("a step could not be captured")
+            step()
+            marks[2].record()
+            target.capture(finish_key, finish)()
+            marks[3].record()
+            here, done = next(self._results)
+            here.copy_(round.results, non_blocking=True)
+            done.record()
+        for chunk in chunks:
+            chunk.row.length += len(chunk.tokens)
+        results = {name: part.numpy() for name, part in round.results_in(here).items()}
+        draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
+        now = time.perf_counter()
+        flight = _Flight(
+            *(list(batch.sequences), list(rows), draft_rows, shape, plan, num_prefill, results, marks, done),
+            *(setups if setups == num_setups_of(target, self._drafter) else -1, now),
+        )
+        return flight, read
+
+    def _plan(self, batch: Batch, num_rows: int, padded_rows: int, num_prefill: int) -> Plan:
+        speculates = any(sequence.speculates for sequence in batch.sequences)
+        if self.controller is None or not speculates:
+            return Plan(padded_rows, False, ())
+        most = MAX_TREE_TOKENS if not num_prefill else (self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill
+        sizes = [size for size in self._target.step_sizes if padded_rows < size <= min(most, MAX_TREE_TOKENS)]
+        cap = RoundShape(padded_rows, 0).cap
+        sizes = [size for size in sizes if size <= num_rows * (1 + cap)] or sizes[:1]
+        return self.controller.plan(num_rows, padded_rows, sizes, num_prefill)
+
+    def _slots_ahead(self, shape: RoundShape) -> int:
+        drafted = self._drafter.num_slots if self._drafter is not None else 0
+        return max(shape.cap + 1, drafted, MAX_TOKENS)
+
+    def _ensure(self, row: Row, num_slots: int) -> None:
+        pool = self._target.pool
+        most = pool.max_slots
+        pool.ensure(row, num_slots if most is None else min(num_slots, most))
+
+    def _round_for(self, pool: PagePool) -> DeviceRound:
+        """The memory of rounds over a pool; texts are sent again if it has moved."""
+        if self._round is None or self._must_move():
+            drafter, device = self._drafter, pool.device
+            old, self._known = self._round, weakref.WeakSet()
+            self._round = DeviceRound(
+                max_rows=min(padded(pool.num_table_rows, ROWS), MAX_TREE_TOKENS),
+                num_table_rows=pool.num_table_rows,
+                context=pool.tables.shape[1] * PAGE,
+                past_tokens=_PAST_TOKENS if self._sources.copies is not None else 1,
+                levels=drafter.level_sizes if drafter is not None else lambda rows: (),
+                num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
+                num_passes=drafter.max_passes if drafter is not None else 0,
+                sources=self._sources,
+                known=old.tables if old is not None else self._new_tables(device),
+                device=device,
+            )
+            if old is not None:
+                texts = self._round.texts
+                texts.past, texts.owners, texts.past_end = old.texts.past, old.texts.owners, old.texts.past_end
+            else:
+                self._load_learned(self._round)
+            size = self._round.num_inputs
+            self._staged = itertools.cycle(
+                [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_RING)]
+            )
+            self._results = itertools.cycle(
+                [(pinned_zeros((self._round.num_results,), torch.int32, device), Event(device)) for _ in range(_RING)]
+            )
+            self._pool_state = _state_of(pool)
+        return self._round
+
+    def _new_tables(self, device: torch.device) -> Tables | None:
+        if self._sources.tables is None:
+            return None
+        rows = 1 << 20 if self._isolated else 1 << 18
+        sizes = (rows, rows, rows if self._isolated else self._target.vocab_size)
+        factors = mix64(torch.arange(4)) | 1
+        return Tables.make(sizes, (True, True, self._isolated), factors, self._isolated, device)
+
+    def _send_text(self, round: DeviceRound, row: Row, ids: Sequence[int]) -> None:
+        """Send a row's text to the device."""
+        texts, at = round.texts, row.block_table_row
+        there = _sent([*ids], texts.own.device)
+        texts.own[at, : len(ids)].copy_(there)
+        texts.lengths[at : at + 1].fill_(len(ids))
+        self._known.add(row)
+
+    def _load(
+        self,
+        round: DeviceRound,
+        sequences: Sequence[TokenSequence],
+        rows: Sequence[Row],
+        shape: RoundShape,
+        plan: Plan,
+    ) -> None:
+        """Send what the device must know of the round."""
+        here, loaded = next(self._staged)
+        loaded.wait()
+        inputs = {name: part.numpy() for name, part in round.inputs_in(here).items()}
+        count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
+        most = min(shape.cap, fixed) if fixed is not None else shape.cap
+        settings = [sequence.settings for sequence in sequences]
+        by_row = {
+            "table_rows": [row.block_table_row for row in rows],
+            "caps": [most if sequence.speculates else 0 for sequence in sequences],
+            "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
+            "owners": [self._owner(sequence) for sequence in sequences],
+            "salts": [self.policy.salt_of(sequence) for sequence in sequences],
+            "seeds": [own.seed for own in settings],
+            "temperatures": [own.temperature for own in settings],
+            "top_k": [own.top_k for own in settings],
+            "top_p": [own.top_p for own in settings],
+            "min_p": [own.min_p for own in settings],
+        }
+        for name, values in by_row.items():
+            inputs[name][:count] = values
+            inputs[name][count:] = -1 if name == "caps" else 0
+        inputs["total"][0] = max(shape.tokens - count, 0)
+        inputs["drafts"][0] = plan.drafts
+        if self.controller is not None:
+            inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
+            inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
+        round.numbers.copy_(here, non_blocking=True)
+        loaded.record()
+
+    def _owner(self, sequence: TokenSequence) -> int:
+        """Whose finished texts a row sees; 0: those of all."""
+        if not self._isolated or sequence.owner is None:
+            return 0
+        return 1 + hash(sequence.owner) % (2**31 - 1)
+
+    # Inside graphs
+
+    @torch.no_grad()
+    def _propose(self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, context: int) -> None:
+        drafter, draft = self._drafter, None
+        if drafter is not None and not shape.is_plain:
+            table_rows = round.inputs["table_rows"][: shape.rows]
+            lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
+            draft = partial(
+                *(drafter.run_passes, self._target.pool, shape.rows, table_rows, lengths, context, round.made)
+            )
+        round.propose(shape, buffers.columns, buffers.by_row, context, draft)
+
+    @torch.no_grad()
+    def _finish(
+        self,
+        round: DeviceRound,
+        buffers: StepBuffers,
+        tables: Tensor,
+        shape: RoundShape,
+        context: int,
+        is_random: bool,
+        learns: bool,
+    ) -> None:
+        size, columns = shape.tokens, buffers.columns
+        chosen: Tensor = buffers.step.best[:size]
+        if is_random:
+            inputs, rows = round.inputs, columns[4, :size].long()
+            ends = round.texts.lengths.index_select(0, inputs["table_rows"][: shape.rows + 1])
+            positions = (ends[rows] + columns[3, :size]).long()
+            seeds, temperatures = inputs["seeds"][rows], inputs["temperatures"][rows]
+            chosen = topk_kernels.draw(buffers.logits[:size], seeds, positions, temperatures)
+        learned = (None, None)
+        if learns and self.controller is not None:
+            learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
+        round.finish(shape, columns, buffers.by_row, chosen, *learned)
+        self._target.commit_moves(tables, round.moves(shape))
+        if learns and self._drafter is not None:
+            self._drafter.run_entries(self._target.pool, round.entries(shape), buffers.hidden, context)
+
+    # Prompts in the same step
+
+    def _load_chunks(
+        self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]
+    ) -> list[VerifyOutput]:
+        """Add chunks of prompts behind the trees. Their rows follow the row of padding."""
+        if not chunks:
+            return []
+        step = FlatStep([], None, chunks)
+        first, row, count = shape.tokens, shape.rows + 1, step.num_tokens
+        size = self._target.size_for(first + count)
+        columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
+        columns[:, :count] = step.columns[:, :count]
+        columns[4, :count] += row
+        columns[4, count:] = shape.rows
+        by_row = step.by_row[:, : len(chunks)].copy()
+        by_row[0] += first
+        numbers = _sent(np.concatenate([columns.ravel(), by_row.ravel()]), buffers.columns.device)
+        buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
+        buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
+        step.chunks = [Part(part.tokens, part.index + first, part.counts, part.depths) for part in step.chunks]
+        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, buffers.step)
+        return read
+
+    def learn_prompt(self, verified: VerifyOutput, preceding: Sequence[int], salt: int) -> None:
+        """Let the tables learn from a chunk of a prompt that the last step read. preceding: the tokens before it."""
+        target, (first, count) = self._target, (int(verified.index[0, 0]), verified.counts[0])
+        with target.launching(1) as (buffers, _):
+            if self._round is not None and self._must_move():
+                return  # a little is not learned while the pool grows
+            round = self._round_for(target.pool)
+            if round.tables is None:
+                return
+            before = [-1, -1, *preceding][-2:][::-1]
+            numbers, salts = _sent([0, *before, 0], round.device), _sent([salt], round.device, torch.int64)
+            columns = buffers.columns[:, first : first + count]
+            rows = torch.zeros_like(columns[0])
+            step = (columns[0].contiguous(), columns[1].contiguous(), columns[2].contiguous(), rows)
+            top = (buffers.top_tokens[first : first + count], buffers.top_logits[first : first + count])
+            round.learn(step, numbers[:1], numbers[1:3].view(2, 1), salts, *top, num_rows=1, is_text=True)
+
+    # What was learned
+
+    def _load_learned(self, round: DeviceRound) -> None:
+        """Send what the host's retrievers have learned or restored to the device."""
+        state = {key: value for each in self.policy.retrievers for key, value in each.state().items()}
+        if round.tables is not None:
+            round.tables.entries.fill_(-1)
+            for number, name in enumerate(_TABLES):
+                held = part_of(state, name)
+                rows = held["rows"].long().to(round.device) + round.tables.starts[number]
+                round.tables.entries[rows] = held["entries"].to(round.device)
+                if "tags" in held:
+                    round.tables.tags[rows] = held["tags"].to(round.device)
+        past = part_of(state, "past")
+        self._num_past = 0
+        if past and self._sources.copies is not None:
+            for text in past["tokens"].split(past["lengths"].tolist()):
+                self._add_past(round, text.tolist(), 0)
+
+    def state(self) -> dict[str, Tensor]:
+        """What was learned on the device, in the form of the retrievers' own states."""
+        round = self._round
+        if round is None or round.tables is None:
+            return {}
+        held: dict[str, Tensor] = {}
+        ends = [*round.tables.starts.tolist(), len(round.tables.entries)]
+        for number, (name, (first, end)) in enumerate(zip(_TABLES, itertools.pairwise(ends), strict=True)):
+            entries, tags = round.tables.entries[first:end], round.tables.tags[first:end]
+            rows = (entries[:, 0] >= 0).nonzero().squeeze(1)
+            own = {"rows": rows.int().cpu(), "entries": entries[rows].cpu()}
+            is_hashed = int(round.tables.row_bits[number]) > 0
+            held |= named(name, own | ({"tags": tags[rows].cpu()} if is_hashed else {}))
+        if not self._isolated:
+            held |= named("past", self._past_state(round))
+        return held
+
+    def _past_state(self, round: DeviceRound) -> dict[str, Tensor]:
+        """The finished texts, without the oldest one if a part of it was overwritten."""
+        size = len(round.texts.past)
+        first = max(self._num_past - size, 0)
+        places = torch.arange(first, self._num_past, device=round.device) % size
+        tokens = round.texts.past[places].tolist()
+        texts = [list(group) for is_text, group in itertools.groupby(tokens, lambda token: token >= 0) if is_text]
+        texts = texts[1:] if first else texts
+        flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
+        return {"tokens": flat, "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64)}
+
+    def reload(self) -> None:
+        """Take over the state that the host's retrievers were restored to."""
+        if self._round is not None:
+            self._load_learned(self._round)
+
+    # Finished texts
+
+    def finish_text(self, sequence: TokenSequence) -> None:
+        """Add a finished text to those that copies come from."""
+        if self._round is None or self._sources.copies is None or (self._isolated and sequence.owner is None):
+            return
+        self._add_past(self._round, sequence.ids, self._owner(sequence))
+
+    def _add_past(self, round: DeviceRound, text: Sequence[int], owner: int) -> None:
+        texts = round.texts
+        size = len(texts.past)
+        ids = [*text[-size // 2 :], -1]
+        tokens, at = _sent(ids, texts.past.device), self._num_past % size
+        for first, place, count in (
+            (0, at, min(len(ids), size - at)),
+            (size - at, 0, len(ids) - (size - at)),
+        ):
+            if count > 0:
+                texts.past[place : place + count].copy_(tokens[first : first + count])
+                texts.owners[place : place + count].fill_(owner)
+        self._num_past += len(ids)
+        ends = _sent([self._num_past, max(self._num_past - size, 0)], texts.past.device, torch.int64)
+        texts.past_end.copy_(ends)
+
+    # Taking results
+
+    def _take(self, flight: _Flight, batch: Batch, clock: Clock) -> None:
+        """Extend the sequences that are still there by a round's tokens, and learn from it."""
+        flight.done.wait()
+        found, shape, num_rows = flight.results, flight.shape, len(flight.rows)
+        counts = found["counts"][:num_rows].tolist()
+        tokens = [own[:count] for own, count in zip(found["tokens"][:num_rows].tolist(), counts, strict=True)]
+        nodes = [
+            own[: max(count - 1, 0)] for own, count in zip(found["places"][:num_rows].tolist(), counts, strict=True)
+        ]
+        num_passes = int(found["made"].sum()) if not shape.is_plain else 0
+        tree = self._tree(flight)
+        is_here = {id(row) for row in batch.cache.rows}
+        names, common = self.policy.sources, self.policy.common_sources
+        by_row = zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)
+        for number, (sequence, row, draft_row, new, accepted) in enumerate(by_row):
+            if id(row) not in is_here or sequence.finish_reason is not None:
+                continue
+            row.length += len(new)
+            if draft_row is not None:
+                draft_row.length += len(new)
+                draft_row.root = new[-1]
+            sequence.stats.draft_passes += num_passes
+            seen = TreeRow(tree, None, number, names, None, common)
+            _try(sequence, partial(sequence.extend, new, accepted, seen))
+        self._count(flight, clock, tokens, nodes, num_passes, tree)
+
+    def _tree(self, flight: _Flight) -> DraftTree:
+        """The verified trees, on the host."""
+        found, num_rows = flight.results, len(flight.rows)
+        if flight.shape.is_plain:
+            return DraftTree.roots(torch.zeros(num_rows, dtype=torch.int64))
+        widths = found["num_nodes"][:num_rows] + 1
+        width, ends = int(widths.max()), np.cumsum(widths)
+        rows = np.repeat(np.arange(num_rows), widths)
+        places = np.arange(int(ends[-1])) - np.repeat(ends - widths, widths)
+        columns = np.zeros((5, num_rows, width), dtype=np.int64)
+        columns[3] = PADDING
+        flat = (*found["step"], found["origins"][0], found["origins"][1])
+        for column, values in zip((0, 1, 3, 4), flat, strict=True):
+            columns[column, rows, places] = values[: len(rows)]
+        tokens, parents, _, sources, needs = (torch.from_numpy(part) for part in columns)
+        return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, needs)
+
+    def _count(
+        self,
+        flight: _Flight,
+        clock: Clock,
+        tokens: list[list[int]],
+        nodes: list[list[int]],
+        num_passes: int,
+        tree: DraftTree,
+    ) -> None:
+        """Learn a round's times and outcome."""
+        before, proposed, verified, finished = flight.marks
+        ended, self._ended = self._ended, finished
+        seconds = [_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
+        for phase, own in zip(("propose", "verify", "accept"), seconds, strict=True):
+            clock.seconds[phase] += own
+        if self.controller is None:
+            return
+        pause = _between(ended, before) if ended is not None else 0.0
+        is_usual = flight.num_setups >= 0 and 0 <= pause < seconds[1]
+        found, num_rows, shape = flight.results, len(flight.rows), flight.shape
+        cap = shape.cap
+        paths = found["paths"][: shape.rows * cap].reshape(shape.rows, cap)[:num_rows]
+        rest = seconds[2] + pause + (seconds[0] if shape.is_plain else 0.0)
+        self.controller.learn(
+            Outcome(
+                num_rows=num_rows,
+                is_plain=shape.is_plain,
+                tokens=shape.tokens,
+                num_prefill_tokens=flight.num_prefill_tokens,
+                new_tokens=[len(own) for own in tokens],
+                paths=paths.copy(),
+                num_nodes=found["num_nodes"][:num_rows].copy(),
+                nodes=nodes,
+                needs=tree.score_bucket.numpy(),
+                reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
+                num_passes=num_passes,
+                tried=found["tried"],
+                fitted=found["fitted"],
+                propose_seconds=seconds[0] if is_usual else 0.0,
+                step_seconds=seconds[1] if is_usual else 0.0,
+                rest_seconds=rest,
+            )
+        )
+
+
+def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:
+    """A failure ends that sequence alone."""
+    try:
+        do()
+    except Exception as error:
+        sequence.failure = error
+
+
+def _state_of(pool: PagePool) -> tuple[int, ...]:
+    return (id(pool), pool.num_table_rows, *pool.tables.shape)
+
+
+def _sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Numbers on the device, without waiting for it."""
+    there = torch.tensor(values, dtype=dtype) if isinstance(values, list) else torch.from_numpy(values).to(dtype)
+    if device.type == "cuda":
+        there = there.pin_memory()
+    return there.to(device, non_blocking=True)
+
+
+class _Instant:
+    """A mark in time where there is no GPU."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+
+def _mark(device: torch.device) -> Any:
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _Instant()
+
+
+def _between(first: Any, second: Any) -> float:
+    """Seconds between two marks."""
+    if isinstance(first, _Instant):
+        return float(second.at - first.at)
+    return float(first.elapsed_time(second)) / 1000
