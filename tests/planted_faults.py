@@ -438,8 +438,8 @@ FAULTS = (
     Fault(
         "scheduler: a request that was preempted forgets what it has drawn",
         _SCHEDULER,
-        "                job.choosers = choosers\n",
-        "",
+        "                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True\n",
+        "                    job.is_preempted = True\n",
         ("test_scheduler.py::test_a_request_that_was_preempted_and_read_again_has_the_same_text",),
     ),
     Fault(

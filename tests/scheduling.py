@@ -91,7 +91,7 @@ def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
 
     def and_preempt():
         youngest = max(scheduler._running, key=lambda job: job.number, default=None)
-        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
+        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batches:
             backs.append(youngest)
             scheduler._preempt(youngest)
         make_room()

@@ -153,7 +153,7 @@ class World:
                 asked.check(expected[asked.name])
         for _ in range(2):  # and again, over what the first has left
             assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
-            assert scheduler._batch is None and not scheduler._prefills
+            assert not scheduler._batches and not scheduler._prefills
             pool = scheduler.pool
             assert pool.num_free == pool.num_pages, "pages are not given back"
             assert len(pool._free_table_rows) == pool.num_table_rows - 1, "rows of the block tables are not given back"

@@ -328,8 +328,8 @@ def test_a_request_that_is_just_being_preempted_does_not_outlive_the_server(sche
             with scheduler._changed:
                 pass
 
-    def round_and_preempt(self, chunks):
-        self.engine.run_round(self._batch, self._clock, chunks)
+    def round_and_preempt(self, batch, chunks):
+        self.engine.run_round(batch, self._clock, chunks)
         if not closing:
             monkeypatch.setattr(Scheduler, "_remove", leave_and_close)
             preempt(self, next(iter(self._running)))

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from graft.hashing import mix64
 from graft.model import Chunk, Row, VerifyOutput
-from graft.model.captures import Event, context_for, pinned_zeros
+from graft.model.captures import Event, Run, context_for, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.runner import outputs_of
 from graft.model.sampler import SamplingSettings
 from graft.model.step import FlatStep, Part
+from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
@@ -159,7 +160,48 @@ class DeviceRounds:
             for sequence in batch.sequences
         )
 
+    def warm_up(self, max_rows: int) -> None:
+        """Capture the graphs of all rounds of up to so many rows, for short texts."""
+        target = self._target
+        if not target.is_captured:
+            return
+        most = padded(max_rows, ROWS)
+        with target.launching(MAX_TREE_TOKENS) as (buffers, tables):
+            round = self._round_for(target.pool)
+            draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
+            all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
+            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._sizes(rows, rows, 0))]
+            for number, shape in enumerate(shapes):
+                target.progress(
+                    Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
+                )
+                for is_random in (False, True):
+                    self._capture(round, buffers, tables, shape, target.contexts[0], is_random, True, draft)
+
     # Launching
+
+    def _capture(
+        self,
+        round: DeviceRound,
+        buffers: StepBuffers,
+        tables: Tensor,
+        shape: RoundShape,
+        context: int,
+        is_random: bool,
+        learns: bool,
+        draft: int,
+    ) -> tuple[Run, Run]:
+        """The graphs before and after a step. draft: the number of the drafter's buffers."""
+        target, key = self._target, (id(buffers), *shape, context, draft)
+        propose = partial(self._propose, round, buffers, shape, context)
+        finish = partial(self._finish, round, buffers, tables, shape, context, is_random, learns)
+        finish_key = ("finish", is_random, learns, *key)
+        if not target.has_captured(finish_key):
+            # Warm-up runs before a capture change texts and pages, so they get rows of padding.
+            self._load(round, [], [], shape, Plan(shape.tokens, False, ()))
+            target.capture(("propose", *key), propose)()
+            target.capture(finish_key, finish)
+        return target.capture(("propose", *key), propose), target.capture(finish_key, finish)
 
     def _must_move(self) -> bool:
         return self._round is not None and self._pool_state != _state_of(self._target.pool)
@@ -192,19 +234,11 @@ class DeviceRounds:
             is_random = any(sequence.settings.temperature > 0 for sequence in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
             context = context_for(longest, target.contexts)
-            key = (id(buffers), *shape, context, draft)
-            propose = partial(self._propose, round, buffers, shape, context)
-            finish = partial(self._finish, round, buffers, tables, shape, context, is_random, learns)
-            finish_key = ("finish", is_random, learns, *key)
-            if not target.has_captured(finish_key):
-                # Warm-up runs before a capture change texts and pages, so they get rows of padding.
-                self._load(round, [], [], shape, plan)
-                target.capture(("propose", *key), propose)()
-                target.capture(finish_key, finish)
+            propose, finish = self._capture(round, buffers, tables, shape, context, is_random, learns, draft)
             marks = [_mark(target.device) for _ in range(4)]
             self._load(round, batch.sequences, rows, shape, plan)
             marks[0].record()
-            target.capture(("propose", *key), propose)()
+            propose()
             read = self._load_chunks(round, buffers, shape, chunks)
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest)
@@ -212,7 +246,7 @@ class DeviceRounds:
                 raise RuntimeError("a step could not be captured")
             step()
             marks[2].record()
-            target.capture(finish_key, finish)()
+            finish()
             marks[3].record()
             here, done = next(self._results)
             here.copy_(round.results, non_blocking=True)
@@ -232,11 +266,19 @@ class DeviceRounds:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, False, ())
-        most = MAX_TREE_TOKENS if not num_prefill else (self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill
-        sizes = [size for size in self._target.step_sizes if padded_rows < size <= min(most, MAX_TREE_TOKENS)]
-        cap = RoundShape(padded_rows, 0).cap
-        sizes = [size for size in sizes if size <= num_rows * (1 + cap)] or sizes[:1]
-        return self.controller.plan(num_rows, padded_rows, sizes, num_prefill)
+        return self.controller.plan(num_rows, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
+
+    def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
+        """Sizes of steps with trees: each about twice the one before, since every one is captured."""
+        if self.controller is None:
+            return []
+        most = min((self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill, MAX_TREE_TOKENS)
+        most = min(most, num_rows * (1 + RoundShape(padded_rows, 0).cap))
+        sizes: list[int] = []
+        for size in self._target.step_sizes:
+            if size >= 1.5 * (sizes[-1] if sizes else padded_rows) and size <= most:
+                sizes.append(size)
+        return sizes
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0

@@ -514,6 +514,8 @@ class Engine:
             self.drafter.warm_up(self.target, max_rows, self.policy.kept_of_a_level)
         self.policy.prepare()
         self.policy.measure()
+        if self.device_rounds is not None:
+            self.device_rounds.warm_up(max_rows)
 
     @property
     def num_setups(self) -> int:

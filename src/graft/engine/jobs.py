@@ -98,7 +98,8 @@ class Job:
     ended: set[int] = field(default_factory=set)  # answers whose finish was reported
     number: int = field(default_factory=lambda: next(_NUMBERS))  # a younger job has a higher number
     request: int = 0  # once submitted: the number of the first job of the same request
-    choosers: list[Chooser] = field(default_factory=list)  # samplers of the open answers, while it is preempted
+    is_preempted: bool = False
+    choosers: list[Chooser] = field(default_factory=list)  # samplers of its open answers then, if the host has them
 
     def __post_init__(self) -> None:
         self.told = [0] * len(self.sequences)
@@ -106,10 +107,6 @@ class Job:
     @property
     def open_answers(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
-
-    @property
-    def is_preempted(self) -> bool:
-        return bool(self.choosers)
 
     def next_update(self, sequence: Sequence) -> Update | None:
         """Everything about an answer that was not reported yet; None if there is nothing new."""

@@ -61,7 +61,8 @@ class Scheduler:
         self.is_ready = threading.Event()  # set when one-time work is done
         self._waiting: deque[Job] = deque()
         self._prefills: list[_Prefill] = []  # replaced, never changed: other threads read it
-        self._batch: Batch | None = None  # the rows that are decoded
+        # The rows that are decoded: those whose rounds the device makes by itself (True), and those that need the host.
+        self._batches: dict[bool, Batch] = {}
         self._jobs: dict[Sequence, Job] = {}  # of the batch's sequences; replaced, never changed
         self._clock = Clock()
         self._is_prepared = False  # whether trees can be grown
@@ -169,8 +170,8 @@ class Scheduler:
         self._admit()
         self._extend_rows()
         chunks = self._next_chunks()
-        if self._batch is not None:
-            self._round(chunks)
+        if self._batches:
+            self._decode(chunks)
         elif chunks:
             self._prefill(chunks)
         self._join_prefilled()
@@ -188,14 +189,14 @@ class Scheduler:
         try:
             self._remove_finished()
         except Exception as another:
-            self._fail_batch(another)
+            self._fail_batches(another)
         if gives_up:  # the next step would fail as well
             with self._changed:
                 jobs = [*self._waiting, *(prefill.job for prefill in self._prefills)]
                 self._waiting.clear()
             self._release(self._prefills)
             self._prefills = []
-            self._fail_batch(error)
+            self._fail_batches(error)
             for job in jobs:
                 self._fail(job, error)
 
@@ -244,8 +245,8 @@ class Scheduler:
 
     @property
     def _sequences(self) -> list[Sequence]:
-        """The sequences that are decoded, by row."""
-        return self._batch.sequences if self._batch is not None else []
+        """The sequences that are decoded."""
+        return [sequence for batch in self._batches.values() for sequence in batch.sequences]
 
     @property
     def _num_rows(self) -> int:
@@ -358,13 +359,13 @@ class Scheduler:
             for row in range(1, len(batch.sequences)):
                 if not self._allocate(job, partial(batch.copy_row, 0, row)):
                     return
-        if self._batch is None:
-            self._batch = batch
+        if batch.is_on_device in self._batches:
+            self._batches[batch.is_on_device].join(batch)
         else:
-            self._batch.join(batch)
+            self._batches[batch.is_on_device] = batch
         self._jobs = self._jobs | dict.fromkeys(batch.sequences, job)
         self._prefills = [other for other in self._prefills if other is not prefill]
-        job.choosers = []
+        job.choosers, job.is_preempted = [], False
         job.joined = job.joined or time.monotonic()
         for sequence in batch.sequences:
             sequence.stats.prefill_seconds += prefill.seconds
@@ -373,9 +374,7 @@ class Scheduler:
 
     def _extend_rows(self) -> None:
         """Give every row that is decoded pages for what the coming round writes, the oldest request first."""
-        if self._batch is None:
-            return
-        short = self.pages.short_rows(self._batch)
+        short = [pair for batch in self._batches.values() for pair in self.pages.short_rows(batch)]
         for sequence, row in sorted(short, key=lambda pair: self._jobs[pair[0]].number):
             job = self._jobs.get(sequence)
             if job is None:  # preempted for one before it
@@ -396,7 +395,7 @@ class Scheduler:
                 take()
                 return True
             except NoRoomError:
-                batches = [self._batch, *(prefill.batch for prefill in self._prefills)]
+                batches = [*self._batches.values(), *(prefill.batch for prefill in self._prefills)]
                 if self.pages.trim(batch for batch in batches if batch is not None):
                     continue
                 youngest = max(self._running, key=lambda other: other.number)
@@ -409,14 +408,15 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         """Take a request's pages. It waits before all others, is prefilled again, and continues where it was."""
         try:
-            batch = self._batch
-            own = [row for row, sequence in enumerate(self._sequences) if self._jobs[sequence] is job]
-            if batch is not None and own:
-                choosers = [batch.chooser.select([row]) for row in own]
-                for row in own:
-                    batch.sequences[row].settle()
-                    self._report(batch.sequences[row])
-                job.choosers = choosers
+            for batch in self._batches.values():
+                own = [row for row, sequence in enumerate(batch.sequences) if self._jobs[sequence] is job]
+                if own:
+                    choosers = [batch.chooser.select([row]) for row in own]
+                    for row in own:
+                        batch.sequences[row].settle()
+                        self._report(batch.sequences[row])
+                    # The device keeps no sampler on the host: what a row has drawn is its text.
+                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
             self._remove([job])
         except Exception as error:
             self._remove([job])
@@ -428,25 +428,30 @@ class Scheduler:
 
     # The round
 
-    def _round(self, chunks: list[PrefillChunk]) -> None:
-        assert self._batch is not None
+    def _decode(self, chunks: list[PrefillChunk]) -> None:
+        """A round of each batch, the device's own first: it works on while the host makes the other."""
         start = time.perf_counter()
-        try:
-            self.engine.run_round(self._batch, self._clock, chunks, self._report_all)
-        except Exception as error:
-            # Nobody knows whose fault it was, and the rows are in no defined state.
-            self._fail_batch(error)
-            self._fail_prefills(chunks, error)
-            return
+        for is_on_device in sorted(self._batches, reverse=True):
+            self._round(self._batches[is_on_device], chunks)
+            chunks = []
         seconds = time.perf_counter() - start
-        self._count_prefill(chunks, seconds)
         for sequence in self._sequences:
             sequence.stats.decode_seconds += seconds
         self._remove_finished()
 
-    def _report_all(self) -> None:
+    def _round(self, batch: Batch, chunks: list[PrefillChunk]) -> None:
+        start = time.perf_counter()
+        try:
+            self.engine.run_round(batch, self._clock, chunks, partial(self._report_all, batch))
+        except Exception as error:
+            # Nobody knows whose fault it was, and the rows are in no defined state.
+            self._fail_batch(batch, error)
+            self._fail_prefills(chunks, error)
+        self._count_prefill(chunks, time.perf_counter() - start)
+
+    def _report_all(self, batch: Batch) -> None:
         """Report the results of earlier rounds, while the device works."""
-        for sequence in self._sequences:
+        for sequence in batch.sequences:
             self._report(sequence)
 
     def _report(self, sequence: Sequence) -> None:
@@ -491,9 +496,13 @@ class Scheduler:
         self._remove_rows({sequence for sequence, job in self._jobs.items() if job in jobs})
 
     def _remove_rows(self, gone: set[Sequence]) -> None:
-        """Remove rows from the batch. The prefix cache keeps their pages, and the policy learns from finished texts."""
-        batch = self._batch
-        if batch is None or not gone:
+        """Remove rows from their batches."""
+        for batch in list(self._batches.values()):
+            self._remove_from(batch, gone.intersection(batch.sequences))
+
+    def _remove_from(self, batch: Batch, gone: set[Sequence]) -> None:
+        """Remove rows from a batch. The prefix cache keeps their pages, and the policy learns from finished texts."""
+        if not gone:
             return
         for row, sequence in enumerate(batch.sequences):
             if sequence in gone:
@@ -504,13 +513,13 @@ class Scheduler:
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
         # A failure has changed nothing, so a second try may succeed.
         if rows and (error := self._keep_rows(batch, rows) and self._keep_rows(batch, rows)) is not None:
-            self._fail_batch(error, gone)
+            self._fail_batch(batch, error, gone)
             return
         for sequence in gone:
             sequence.failure = None  # its traceback holds the whole batch
         if not rows:
             self.pages.release(batch.cache.rows)
-            self._batch = None
+            del self._batches[batch.is_on_device]
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
         self.pages.shrink_prefix_cache()
 
@@ -532,14 +541,19 @@ class Scheduler:
                 sequence.failure = None  # its traceback holds the whole batch
             self.pages.release(batch.cache.rows)
 
-    def _fail_batch(self, error: Exception, gone: Collection[Sequence] = ()) -> None:
-        """End all requests that are decoded, except those whose rows are gone already."""
-        jobs = {job for sequence, job in self._jobs.items() if sequence not in gone}
-        for sequence in self._jobs:
+    def _fail_batches(self, error: Exception) -> None:
+        for batch in list(self._batches.values()):
+            self._fail_batch(batch, error)
+
+    def _fail_batch(self, batch: Batch, error: Exception, gone: Collection[Sequence] = ()) -> None:
+        """End all requests of a batch, except those whose rows are gone already."""
+        own = set(batch.sequences) | set(gone)
+        jobs = {job for sequence, job in self._jobs.items() if sequence in own and sequence not in gone}
+        for sequence in own:
             sequence.failure = None
-        batch, self._batch, self._jobs = self._batch, None, {}
-        if batch is not None:
-            self.pages.release(batch.cache.rows)
+        self._batches = {kind: other for kind, other in self._batches.items() if other is not batch}
+        self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in own}
+        self.pages.release(batch.cache.rows)
         for job in jobs:
             self._fail(job, error)
 

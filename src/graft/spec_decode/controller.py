@@ -17,6 +17,7 @@ import torch
 from graft.spec_decode.budget import PassGains
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
+from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _TRY = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
 _WASTE = 0.01  # share of the time that trying trees may cost where plain rounds are better
@@ -92,7 +93,7 @@ class Controller:
         """fixed: nodes of each row in every round; None: what pays."""
         self.step, self.num_passes, self.fixed = step, num_passes, fixed
         self.calibration, self.path_calibration, self.passes = calibration, path_calibration, passes
-        self.proposing, self.pass_guess = PassSeconds(), 0.0
+        self.proposing = PassSeconds()
         self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
         self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
         self._expected = self._accepted = 1 / WEIGHT  # fading sums over verified nodes
@@ -129,7 +130,7 @@ class Controller:
     def _with_thresholds(self, size: int, num_rows: int, rate: float, num_prefill_tokens: int) -> Plan:
         """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
         self._since_trees = 0
-        _, own = self.proposing.at(num_rows, self.pass_guess)
+        _, own = self._proposing(num_rows)
         thresholds = []
         for number in range(self.num_passes):
             further = self.passes.of_further(number, 1.0)
@@ -147,9 +148,13 @@ class Controller:
         step = self.step.seconds(size + num_prefill_tokens)
         if is_plain:
             return step + self.plain_rest.at(num_rows)
-        start, own = self.proposing.at(num_rows, self.pass_guess)
+        start, own = self._proposing(num_rows)
         usual = self._usual_passes if self.num_passes else 0.0
         return step + start + usual * own + self.rest.at(num_rows)
+
+    def _proposing(self, num_rows: int) -> tuple[float, float]:
+        """Expected seconds of proposing without a draft pass, and of each pass."""
+        return self.proposing.at(num_rows, USUAL_PASS_COST * self.step.seconds(num_rows))
 
     def _gain(self, num_rows: int, num_nodes: float) -> float:
         """Expected accepted tokens of a row, beside the target's own, with so many nodes a row on average."""

@@ -1,0 +1,108 @@
+"""Rounds that the device makes by itself give the texts of plain decoding; here the interpreter runs their kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import plain_kernels
+from captured_parts import Small
+from graft import Engine
+from graft.engine.jobs import SchedulerSettings
+from graft.engine.scheduler import Scheduler
+from graft.model import TargetRunner
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from heads import SMALL_TREE, make_head
+from scheduling import Asked
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+PROMPTS = [PROMPT, PROMPT[:5]]
+
+
+class OneContext(Small):
+    contexts = (64, 128)
+
+
+class Drafter(CapturedEagle3Drafter):
+    contexts = (64, 128)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Engines whose rounds the device makes; without a GPU that is the interpreter, with PyTorch for the layers."""
+    if DEVICE == "cpu":
+        plain_kernels.use_plain_kernels(monkeypatch)
+    monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
+    monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ("cpu", "cuda"))
+    monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 1024)
+
+
+def plain_ids(model, prompts, monkeypatch, **options):
+    """What plain decoding by transformers' own layers gives."""
+    with monkeypatch.context() as eager:
+        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
+        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_rounds_of_the_device_give_the_same_texts(on_device, monkeypatch, temperature):
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 9, "temperature": temperature, "seed": 5}
+    engine = Engine(model, policy="off")
+    answers = engine.generate_batch(PROMPTS, each=[{}, {"max_new_tokens": 4}], **options)
+    assert [answer.ids for answer in answers] == [
+        plain_ids(model, PROMPTS[:1], monkeypatch, **options)[0],
+        plain_ids(model, PROMPTS[1:], monkeypatch, **options | {"max_new_tokens": 4})[0],
+    ]
+    assert answers[0].stats.rounds == 9 and "propose" in answers[0].stats.seconds_by_phase
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_trees_of_the_device_give_the_same_texts(on_device, monkeypatch, temperature):
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 8, "temperature": temperature, "seed": 5}
+    drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
+    engine = Engine(model, policy="graft", drafter=drafter, budget=6)
+    answers = engine.generate_batch(PROMPTS, **options)
+    assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
+    for stats in (answer.stats for answer in answers):
+        assert stats.accepted > 0 and stats.draft_passes > 0 and stats.nodes == 6 * stats.rounds
+        assert {"drafted", "adjacency"} <= set(stats.proposed_by_source)
+    # What the device has learned can be kept, and another engine begins with it.
+    state = engine.policy.state()
+    assert len(state["adjacency/rows"]) > 0 and state["past/lengths"].tolist() == [20, 13]
+    other = Engine(model, policy="graft", budget=6)
+    other.policy.restore(state)
+    assert other.generate(PROMPT, **options).ids == answers[0].ids
+
+
+def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):
+    model = tiny_model("llama", vocab_size=BYTE_VOCAB, max_position_embeddings=512).to(DEVICE)
+    engine = Engine(model, byte_tokenizer(), policy="off")
+    asked = [
+        ("the first, which is long", {"max_new_tokens": 14}),
+        ("it ends early", {"max_new_tokens": 3, "temperature": 1.0, "seed": 3}),
+        ("it has penalties, so the host chooses", {"max_new_tokens": 8, "repetition_penalty": 1.3}),
+        ("it comes later", {"max_new_tokens": 6, "temperature": 0.7, "seed": 4}),
+    ]
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, max_cache_tokens=4096, max_batched_tokens=64))
+    try:
+        listeners = [Asked(scheduler, prompt, **options) for prompt, options in asked[:3]]
+        cancelled = Asked(scheduler, "nobody waits for it", max_new_tokens=50)
+        listeners[0].next()
+        scheduler.cancel(cancelled.job)
+        listeners.append(Asked(scheduler, asked[3][0], **asked[3][1]))
+        texts = [listener.wait()[0] for listener in listeners]
+    finally:
+        scheduler.close()
+    assert not engine.target.pool.is_in_use
+    with monkeypatch.context() as eager:
+        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
+        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        plain = Engine(model, byte_tokenizer(), policy="off")
+        assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
