@@ -321,9 +321,17 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("kind", "keep"), [("marginal", None), ("conditional", None), ("conditional", 1)])
 def test_a_pass_of_a_block_head_behind_a_gate(kind, keep, few_programs, made):
-    model = tiny_model(vocab_size=64, hidden_size=64, intermediate_size=64, head_dim=16).to(DEVICE)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    model = tiny_model(**sizes, num_hidden_layers=6).to(DEVICE)
     head = block_heads.make_head(model, size=3, **HEADS[kind]).to(DEVICE)
-    drafter: Any = CapturedBlockDrafter(head, BlockTreeSettings(width=2, nodes=4))
+    ours = Products(torch.device(DEVICE), always=True)
+
+    def product(states: Tensor, weight: Tensor) -> Tensor:
+        assert not gate.is_set(), "this product cannot be skipped"
+        return ours(states.flatten(0, 1), weight).unflatten(0, states.shape[:2])
+
+    head.product = product
+    drafter: Any = CapturedBlockDrafter(head, BlockTreeSettings(width=2, nodes=4, shortlist=4))
     target = StaticTarget(model, drafter.hidden_layers)
     state = drafter.open(target.open(1, 100))
     buffers, shape = drafter._buffers_of(state.pool), drafter._shape_of(1, keep)
