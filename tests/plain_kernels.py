@@ -30,7 +30,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk_kernels, "follow", follow)
     for function in (slots, children):
         monkeypatch.setattr(block_kernels, function.__name__, function)
-    for function in (enter, keep_last, spread):
+    for function in (enter, keep_last, take_roots, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
 
@@ -44,9 +44,17 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
     return paths
 
 
-def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = stream if delta is None else stream + delta
-    return total, _norm(total, weight, eps)
+def add_norm(
+    stream: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    added = stream if delta is None else stream + delta
+    results = added, _norm(added, weight, eps)
+    return tuple(new if out is None else out.copy_(new) for out, new in zip((total, normed), results, strict=True))
 
 
 def rotate_and_store(
@@ -251,6 +259,12 @@ def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tenso
     for begin, count, line in zip(begins.tolist(), counts.tolist(), table_rows.tolist(), strict=True):
         if count:
             root[line] = outputs[begin + count - 1]
+
+
+def take_roots(root: Tensor, table_rows: Tensor, hidden: Tensor, topk: int) -> Tensor:
+    taken = root[table_rows.long()]
+    hidden[: len(taken) * topk : topk] = taken
+    return taken
 
 
 def spread(

@@ -32,15 +32,28 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
     return paths
 
 
-def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    stream: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight [size].
+
+    total, normed: where to write the two; new tensors if None. Without a delta the total is the stream itself.
 
     Without a delta it is the first kernel of a stack of layers. Its launch does not overlap, so all earlier writes are
     complete (see `overlap`).
     """
     num_tokens, size = stream.shape
-    total = stream if delta is None else torch.empty_like(stream)
-    normed = torch.empty_like(stream)
+    if delta is None:
+        total = stream
+    elif total is None:
+        total = torch.empty_like(stream)
+    if normed is None:
+        normed = torch.empty_like(stream)
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
         stream,

@@ -16,6 +16,7 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep
 from graft.model.captures import pinned_zeros
+from graft.model.kernels import gate
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout, bidirectional_columns
@@ -165,10 +166,16 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
             block_kernels.children(logits, candidates, k, *table)
             return table
 
-        ranking = Ranking(topk_kernels.highest, children)
+        ranking = Ranking(_highest, children)
         made = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking)
         for part, own in zip(table, made, strict=True):
-            part.copy_(own)  # no copy if it was made in place
+            gate.copy(part, own)  # no copy if it was made in place
+
+
+def _highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`topk.highest`, with ids that PyTorch can use as indices even if a shut gate leaves them unwritten."""
+    ids, best, total = topk_kernels.highest(logits, k)
+    return ids.clamp(0, logits.shape[1] - 1) if gate.is_set() else ids, best, total
 
 
 def _as_table(numbers: Tensor) -> Table:

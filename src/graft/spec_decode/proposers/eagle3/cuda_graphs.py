@@ -207,8 +207,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     @torch.no_grad()
     def _run_root(self, buffers: Eagle3Buffers, shape: Shape) -> None:
         table_rows = buffers.round.by_row(shape.rows).table_rows[: shape.rows]
-        root = buffers.root.index_select(0, table_rows)
-        buffers.hidden[: shape.rows * shape.beams].unflatten(0, (-1, shape.beams))[:, 0] = root
+        root = eagle3_kernels.take_roots(buffers.root, table_rows, buffers.hidden, shape.beams)
         self._spread(buffers, shape, root, is_first=True)
 
     @torch.no_grad()
@@ -229,15 +228,20 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
             max_context=context,
         )
         hidden = buffers.hidden[:count]
-        outputs = self._run_head(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout)
-        hidden.copy_(outputs)
-        self._spread(buffers, shape, outputs, is_first=False)
+        self._run_head(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout, out=hidden)
+        self._spread(buffers, shape, hidden, is_first=False)
 
     def _run_head(
-        self, buffers: Eagle3Buffers, tokens: Tensor, hidden: Tensor, origins: Tensor | None, layout: Layout
+        self,
+        buffers: Eagle3Buffers,
+        tokens: Tensor,
+        hidden: Tensor,
+        origins: Tensor | None,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> Tensor:
         step, keys, values = KernelStep(layout), buffers.keys[0], buffers.values[0]
-        return self.fast.run(tokens, hidden, origins, step, keys, values, buffers.rotary)
+        return self.fast.run(tokens, hidden, origins, step, keys, values, buffers.rotary, out)
 
     def _spread(self, buffers: Eagle3Buffers, shape: Shape, outputs: Tensor, is_first: bool) -> None:
         best = self.fast.likeliest(outputs, shape.beams)

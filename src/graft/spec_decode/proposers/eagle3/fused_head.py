@@ -50,8 +50,12 @@ class FastHead:
         keys: Tensor,  # [slots, kv_heads, head_dim]
         values: Tensor,
         rotary: Rotary,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Outputs [T, H] of the entries: the features of the next ones."""
+        """Outputs [T, H] of the entries: the features of the next ones. They are written to `out`, if given.
+
+        `out` may be `hidden`.
+        """
         config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
         both, stream = eagle3_kernels.enter(
             tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
@@ -63,8 +67,9 @@ class FastHead:
         delta = multiply(attended, self._o)
         stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
         delta = multiply(multiply.activate(normed, self._gate_up), self._down)
-        total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
-        return normed if config.norm_output else total
+        if config.norm_output:
+            return layer_kernels.add_norm(stream, delta, self._norm, eps, normed=out)[1]
+        return layer_kernels.add_norm(stream, delta, self._norm, eps, total=out)[0]
 
     def likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""

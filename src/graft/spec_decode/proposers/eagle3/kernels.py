@@ -105,6 +105,24 @@ def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tenso
     )
 
 
+def take_roots(root: Tensor, table_rows: Tensor, hidden: Tensor, topk: int) -> Tensor:
+    """The features [R, H] of rows in `root` [table_rows, H]. They also become those of beam row * topk in `hidden`.
+
+    table_rows: [R] int32.
+    """
+    num_rows, size = len(table_rows), root.shape[1]
+    taken, block = root.new_empty(num_rows, size), triton.next_power_of_2(size)
+    _take_roots_kernel[(num_rows,)](
+        *(root, table_rows, taken, hidden),
+        topk,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **gate.options(),
+    )
+    return taken
+
+
 def spread(
     draft_ids: Tensor,  # [B * F, K] int32, likeliest first
     logits: Tensor,  # [B * F, K] float32
@@ -176,6 +194,28 @@ def _keep_last_kernel(
     inside = (columns < SIZE) & (count > 0)
     newest = tl.load(outputs + last.to(tl.int64) * SIZE + columns, mask=inside)
     tl.store(root + table_row.to(tl.int64) * SIZE + columns, newest, mask=inside)
+
+
+@triton.jit(do_not_specialize=["topk"])
+def _take_roots_kernel(
+    root: tl.tensor,
+    table_rows: tl.tensor,
+    taken: tl.tensor,
+    hidden: tl.tensor,
+    topk: int,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
+) -> None:
+    """A program is one row."""
+    if is_shut(flag):
+        return
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    own = tl.load(root + tl.load(table_rows + row).to(tl.int64) * SIZE + columns, mask=inside)
+    tl.store(taken + row * SIZE + columns, own, mask=inside)
+    tl.store(hidden + row * topk * SIZE + columns, own, mask=inside)
 
 
 @triton.jit

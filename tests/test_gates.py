@@ -1,0 +1,341 @@
+"""Kernels behind a gate, on a GPU or in Triton's interpreter: shut, they write nothing; open, they change no bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import block_heads
+from captured_parts import DEVICE, PROMPT, SmallDrafter, StaticTarget, Text
+from graft.model.captures import Captures
+from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import gate, overlap
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels.matmul import Products
+from graft.model.layout import Layout
+from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers.block import kernels as block_kernels
+from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
+from tiny import tiny_model
+
+UNWRITTEN = 10**6  # what new memory holds: no index of anything
+
+
+def flag(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
+def ints(*numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape))).to(DEVICE)
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in tensors]
+
+
+@pytest.fixture
+def made(monkeypatch) -> Iterator[list[Tensor]]:
+    """The tensors that the kernels' callers make for their outputs, in order. They are filled with `UNWRITTEN`."""
+    tensors: list[Tensor] = []
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make_filled(*args: Any, **options: Any) -> Tensor:
+            tensor = make(*args, **options).fill_(UNWRITTEN)
+            if tensor.numel():  # Triton's interpreter makes empty ones
+                tensors.append(tensor)
+            return tensor
+
+        return make_filled
+
+    monkeypatch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+    yield tensors
+
+
+# Single kernels. Each function returns the tensors that a launch writes besides new ones, and the launch.
+
+Case = tuple[list[Tensor], Callable[[], Any]]
+
+
+def product() -> Case:
+    x, weight, bias = numbers(3, 64), numbers(128, 64), numbers(128)
+    return [], lambda: Products(torch.device(DEVICE)).multiply(x, weight, bias)
+
+
+def activated_product() -> Case:
+    x, weight = numbers(3, 64), numbers(128, 64)
+    return [], lambda: Products(torch.device(DEVICE)).multiply(x, weight, is_gated=True)
+
+
+def silu_mul() -> Case:
+    return [], lambda: layer_kernels.silu_mul(numbers(3, 40))
+
+
+def add_norm() -> Case:
+    return [], lambda: layer_kernels.add_norm(numbers(3, 40), numbers(2, 3, 40)[0], numbers(40), 1e-5)
+
+
+def norm() -> Case:
+    return [], lambda: layer_kernels.add_norm(numbers(3, 40), None, numbers(40), 1e-5)
+
+
+def add_norm_in_place() -> Case:
+    total, normed = numbers(2, 3, 40)
+    return [total, normed], lambda: layer_kernels.add_norm(total, normed, numbers(40), 1e-5, total, normed)
+
+
+def tree() -> Layout:
+    """A root and its two children after 40 tokens, and a chain of two tokens after 33."""
+    return Layout(
+        rows=ints(0, 0, 0, 1, 1),
+        places=ints(0, 1, 2, 0, 1),
+        depths=ints(0, 1, 1, 0, 1),
+        paths=ints([0, 0], [0, 1], [0, 2], [0, 0], [0, 0]),
+        starts=ints(0, 3),
+        counts=ints(3, 2),
+        lengths=ints(40, 33),
+        table_rows=ints(1, 0),
+        tables=ints([1, 1], [2, 2]),
+        max_context=40,
+    )
+
+
+def lay_out() -> Case:
+    layout = tree()
+    parents, places = ints(0, 0, 0, 0, 0), (layout.places, layout.depths, layout.starts, layout.rows)
+    return [], lambda: layer_kernels.lay_out(parents, *places, 2)
+
+
+def rotate_and_store() -> Case:
+    qkv, keys, values = numbers(5, 6 * 16), *numbers(2, 192, 1, 16)
+    tables = numbers(50, 8), numbers(8, 50).T.contiguous()
+    return [qkv, keys, values], lambda: layer_kernels.rotate_and_store(qkv, keys, values, tree(), *tables)
+
+
+TILES = attention_kernels.Tiles(
+    rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2
+)
+
+
+def plan() -> Case:
+    return [], lambda: attention_kernels.plan(tree(), 2, TILES)
+
+
+def attention() -> Case:
+    layout, query, (keys, values) = tree(), numbers(5, 4, 16), numbers(2, 192, 2, 16)
+    planned = attention_kernels.plan(layout, 2, TILES)
+    launch = attention_kernels.tree_attention
+    return [], lambda: launch(query, keys, values, layout, planned, tiles=TILES)
+
+
+def highest() -> Case:
+    return [], lambda: topk_kernels.highest(numbers(2, 1030), 3)
+
+
+def enter() -> Case:
+    inputs = (ints(1, 8, 0), numbers(9, 12), numbers(6, 12), ints(2, 0, 4), (numbers(12), numbers(12)))
+    return [], lambda: eagle3_kernels.enter(*inputs, 1e-5, False)
+
+
+def keep_last() -> Case:
+    root = numbers(4, 12)
+    return [root], lambda: eagle3_kernels.keep_last(numbers(5, 12), ints(0, 2), ints(2, 3), ints(3, 1), root)
+
+
+def take_roots() -> Case:
+    hidden = numbers(6, 12)
+    return [hidden], lambda: eagle3_kernels.take_roots(numbers(4, 12), ints(3, 1), hidden, 3)
+
+
+def spread() -> Case:
+    beams = eagle3_kernels.Beams.make(1, 2, 3, torch.device(DEVICE))
+    levels = torch.zeros(3, 3, 4, dtype=torch.int64, device=DEVICE)
+
+    def launch() -> None:
+        to_target = torch.arange(9, device=DEVICE)
+        for is_first, ids in ((True, ints([4, 2])), (False, ints([4, 2], [1, 7]))):
+            logits, totals = numbers(*ids.shape), numbers(len(ids))
+            eagle3_kernels.spread(ids, logits, totals, to_target, beams, levels, 3, is_first)
+
+    return [levels, *vars(beams).values()], launch
+
+
+def slots() -> Case:
+    return [], lambda: block_kernels.slots(ints(8, 0), numbers(9, 12), numbers(12), 4)
+
+
+def children() -> Case:
+    table = [torch.zeros(1, 4, 2, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
+    candidates = torch.arange(100, 106, device=DEVICE).view(1, 2, 3)
+    return table, lambda: block_kernels.children(numbers(1, 2, 2, 3), candidates, 2, *table)
+
+
+def copy() -> Case:
+    target = numbers(2, 700)
+    return [target], lambda: gate.copy(target, numbers(700, 2).T)
+
+
+def copy_of_another_type() -> Case:
+    target = ints([0] * 5, [0] * 5)
+    return [target], lambda: gate.copy(target, torch.arange(1, 6, device=DEVICE).expand(2, 5))
+
+
+KERNELS = [product, activated_product, silu_mul, add_norm, norm, add_norm_in_place, lay_out, rotate_and_store]
+KERNELS += [plan, attention, highest, enter, keep_last, take_roots, spread, slots, children, copy, copy_of_another_type]
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.__name__)
+def test_a_kernel_behind_a_gate_writes_nothing_or_the_same_bits(case, made):
+    results = []
+    for gates in (nullcontext(), gate.under(flag(1)), gate.under(flag(0))):
+        written, launch = case()
+        before = bits(written)
+        made.clear()
+        with gates:
+            launch()
+        results.append(bits([*written, *made]))
+    assert results[0][: len(before)] != before or not before, "without a gate the kernel writes"
+    assert results[1] == results[0]
+    assert results[2][: len(before)] == before
+    assert all(bool((part == UNWRITTEN).all()) for part in made)
+    assert made or before
+
+
+def test_the_flag_is_read_when_a_kernel_runs_and_the_inner_gate_counts():
+    target, source = torch.zeros(3, device=DEVICE), torch.arange(1.0, 4.0, device=DEVICE)
+    own = flag(0)
+    with gate.under(own):
+        gate.copy(target, source)
+        assert not target.any()
+        own.fill_(1)
+        gate.copy(target, source)
+        assert torch.equal(target, source)
+        with gate.under(flag(0)):
+            gate.copy(target, -source)
+        assert torch.equal(target, source)
+        own.zero_()
+        gate.copy(target, -source)
+    assert torch.equal(target, source) and not gate.is_set() and gate.options() == {}
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)]
+)
+def test_a_flag_is_one_int32(wrong):
+    with pytest.raises(ValueError, match="one int32"), gate.under(wrong):
+        pass
+    assert not gate.is_set()
+
+
+def test_launches_behind_a_gate_do_not_overlap(monkeypatch):
+    """The next kernel would start before this one has read the flag."""
+    monkeypatch.setattr(overlap, "_is_possible", lambda device: True)
+    with overlap.launches(True):
+        with gate.under(flag(1)):
+            assert overlap.options(torch.device(DEVICE)) == overlap.USUAL
+        assert overlap.options(torch.device(DEVICE))["OVERLAPS"]
+
+
+@pytest.mark.parametrize(("size", "is_ours"), [(64, True), (40, False)])
+def test_small_products_behind_a_gate_are_our_own_where_they_can_be(size, is_ours, monkeypatch):
+    """PyTorch's product cannot be gated: it runs, and its result is not used."""
+    multiplied = []
+    monkeypatch.setattr(Products, "multiply", lambda products, x, weight, bias=None: multiplied.append(x) or x)
+    multiply, x = Products(torch.device(DEVICE)), numbers(2, size)
+    multiply(x, numbers(size, size))
+    assert not multiplied
+    with gate.under(flag(0)):
+        multiply(x, numbers(size, size))
+    assert bool(multiplied) == is_ours
+
+
+# Whole passes
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Real kernels, with little padding and without trial runs: every program takes its time in the interpreter."""
+    monkeypatch.setattr(Captures, "capture", lambda captures, run: run)
+    monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
+    monkeypatch.setattr(captured, "CHUNKS", (2,))
+    monkeypatch.setattr(captured, "ENTRIES", (4,))
+
+
+def check_pass(run: Callable[[], None], written: list[Tensor], products: Products) -> None:
+    """Behind a shut gate a pass leaves everything as it was; behind an open one it writes the bits of our kernels."""
+    before, results = [part.clone() for part in written], []
+    products._always = True
+    for gates in (nullcontext(), gate.under(flag(1)), gate.under(flag(0))):
+        for part, old in zip(written, before, strict=True):
+            part.copy_(old)
+        with gates:
+            run()
+        products._always = False
+        results.append(bits(written))
+    assert results[0] != bits(before)
+    assert results[1] == results[0]
+    assert results[2] == bits(before)
+
+
+@pytest.mark.parametrize("norm_output", [True, False])
+def test_a_pass_of_an_eagle3_head_behind_a_gate(norm_output, few_programs, made):
+    """Its output product, with 40 outputs, is PyTorch's, and the others are ours."""
+    model = tiny_model(hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=1).to(DEVICE)
+    text = Text(model, SmallDrafter, TreeSettings(depth=2, topk=2))
+    drafter: Any = text.drafter
+    _, state = text.open(PROMPT[:3])
+    text.levels(state, 1, keep=3)
+    drafter.fast.config = replace(drafter.fast.config, norm_output=norm_output)
+    buffers, shape = drafter._buffers[state.pool], drafter._shape(state)
+    written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels(shape).whole]
+    written += [buffers.keys, buffers.values]
+    buffers.levels(shape).whole.zero_()
+    check_pass(lambda: drafter._run_root(buffers, shape), written, drafter.fast._multiply)
+    drafter._run_root(buffers, shape)
+    check_pass(lambda: drafter._run_expand(buffers, shape, 16), written, drafter.fast._multiply)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "marginal": {"shifted": False},
+    "conditional": {"shifted": True, "conditional": True, "causal": (True, False)},
+}
+
+
+@pytest.mark.parametrize(("kind", "keep"), [("marginal", None), ("conditional", None), ("conditional", 1)])
+def test_a_pass_of_a_block_head_behind_a_gate(kind, keep, few_programs, made):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    model = tiny_model(**sizes, num_hidden_layers=6).to(DEVICE)
+    head = block_heads.make_head(model, size=3, **HEADS[kind]).to(DEVICE)
+    ours = Products(torch.device(DEVICE), always=True)
+
+    def product(states: Tensor, weight: Tensor) -> Tensor:
+        assert not gate.is_set(), "this product cannot be skipped"
+        return ours(states.flatten(0, 1), weight).unflatten(0, states.shape[:2])
+
+    head.product = product
+    drafter: Any = CapturedBlockDrafter(head, BlockTreeSettings(width=2, nodes=4, shortlist=4))
+    target = StaticTarget(model, drafter.hidden_layers)
+    state = drafter.open(target.open(1, 100))
+    buffers, shape = drafter._buffers_of(state.pool), drafter._shape_of(1, keep)
+    drafter._claim(state)
+    there, _ = drafter._room_of(buffers, shape)
+    written = [there, buffers.keys, buffers.values]
+    check_pass(lambda: drafter._run_block(buffers, shape, 16, there), written, drafter.fast._multiply)
