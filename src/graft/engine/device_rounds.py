@@ -38,10 +38,9 @@ from graft.spec_decode.policies import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.proposers.base import named, part_of
-from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, padded
-from graft.spec_decode.proposers.drafter import num_setups_of
+from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.device.tables import Tables
 from graft.tree.tree import PADDING, DraftTree
@@ -82,10 +81,10 @@ class DeviceRounds:
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
 
-    def __init__(self, target: CapturedTarget, policy: Policy, drafter: CapturedDrafter[Any, Any] | None) -> None:
+    def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
         self.controller: Controller | None = None
-        self._sources = Sources(count=1, num_buckets=1)
+        self._sources = Sources(num_sources=1, num_buckets=1)
         self._isolated = policy.isolated
         if isinstance(policy, Graft):
             grafter = policy.grafter
@@ -134,7 +133,8 @@ class DeviceRounds:
         """Launch a round, and take the results of the one before. Returns the output of the prompts' chunks."""
         if self._flight is not None and (self._is_last(batch) or self._must_move()):
             self.flush(batch, clock)
-        flight, read = None, []
+        flight: _Flight | None = None
+        read: list[VerifyOutput] = []
         if any(sequence.finish_reason is None for sequence in batch.sequences):
             flight, read = self._launch(batch, chunks)
         for sequence in batch.sequences:
@@ -175,8 +175,12 @@ class DeviceRounds:
                 target.progress(
                     Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
                 )
-                for is_random in (False, True):
-                    self._capture(round, buffers, tables, shape, target.contexts[0], is_random, True, draft)
+                # A plain round is also made for rows that do not speculate, so nothing is learned from it.
+                kinds = (
+                    [(True, passes) for passes in self._pass_limits] if not shape.is_plain else [(True, 0), (False, 0)]
+                )
+                for is_random, (learns, passes) in itertools.product((False, True), kinds):
+                    self._capture(round, buffers, tables, shape, target.contexts[0], is_random, learns, passes, draft)
 
     # Launching
 
@@ -189,19 +193,23 @@ class DeviceRounds:
         context: int,
         is_random: bool,
         learns: bool,
+        num_passes: int,
         draft: int,
     ) -> tuple[Run, Run]:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
-        propose = partial(self._propose, round, buffers, shape, context)
+        propose, propose_key = (
+            partial(self._propose, round, buffers, shape, context, num_passes),
+            ("propose", num_passes, *key),
+        )
         finish = partial(self._finish, round, buffers, tables, shape, context, is_random, learns)
         finish_key = ("finish", is_random, learns, *key)
         if not target.has_captured(finish_key):
             # Warm-up runs before a capture change texts and pages, so they get rows of padding.
-            self._load(round, [], [], shape, Plan(shape.tokens, False, ()))
-            target.capture(("propose", *key), propose)()
+            self._load(round, [], [], shape, Plan(shape.tokens, 0, ()))
+            target.capture(propose_key, propose)()
             target.capture(finish_key, finish)
-        return target.capture(("propose", *key), propose), target.capture(finish_key, finish)
+        return target.capture(propose_key, propose), target.capture(finish_key, finish)
 
     def _must_move(self) -> bool:
         return self._round is not None and self._pool_state != _state_of(self._target.pool)
@@ -234,7 +242,9 @@ class DeviceRounds:
             is_random = any(sequence.settings.temperature > 0 for sequence in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
             context = context_for(longest, target.contexts)
-            propose, finish = self._capture(round, buffers, tables, shape, context, is_random, learns, draft)
+            propose, finish = self._capture(
+                *(round, buffers, tables, shape, context, is_random, learns, plan.max_passes, draft)
+            )
             marks = [_mark(target.device) for _ in range(4)]
             self._load(round, batch.sequences, rows, shape, plan)
             marks[0].record()
@@ -265,8 +275,13 @@ class DeviceRounds:
     def _plan(self, batch: Batch, num_rows: int, padded_rows: int, num_prefill: int) -> Plan:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
-            return Plan(padded_rows, False, ())
+            return Plan(padded_rows, 0, ())
         return self.controller.plan(num_rows, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
+
+    @property
+    def _pass_limits(self) -> list[int]:
+        """The numbers of draft passes that rounds are captured for. A pass that is not made costs a little as well."""
+        return self.controller.pass_limits if self.controller is not None else [0]
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees: each about twice the one before, since every one is captured."""
@@ -368,7 +383,7 @@ class DeviceRounds:
             inputs[name][:count] = values
             inputs[name][count:] = -1 if name == "caps" else 0
         inputs["total"][0] = max(shape.tokens - count, 0)
-        inputs["drafts"][0] = plan.drafts
+        inputs["drafts"][0] = plan.max_passes > 0
         if self.controller is not None:
             inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
             inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
@@ -384,14 +399,15 @@ class DeviceRounds:
     # Inside graphs
 
     @torch.no_grad()
-    def _propose(self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, context: int) -> None:
+    def _propose(
+        self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, context: int, num_passes: int
+    ) -> None:
         drafter, draft = self._drafter, None
-        if drafter is not None and not shape.is_plain:
+        if drafter is not None and num_passes:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
-            draft = partial(
-                *(drafter.run_passes, self._target.pool, shape.rows, table_rows, lengths, context, round.made)
-            )
+            rows = (table_rows, lengths)
+            draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, context, round.made)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 
     @torch.no_grad()
@@ -413,7 +429,7 @@ class DeviceRounds:
             positions = (ends[rows] + columns[3, :size]).long()
             seeds, temperatures = inputs["seeds"][rows], inputs["temperatures"][rows]
             chosen = topk_kernels.draw(buffers.logits[:size], seeds, positions, temperatures)
-        learned = (None, None)
+        learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if learns and self.controller is not None:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
         round.finish(shape, columns, buffers.by_row, chosen, *learned)

@@ -7,6 +7,7 @@ change a text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from graft.spec_decode.policy_settings import USUAL_PASS_COST
 _TRY = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
 _WASTE = 0.01  # share of the time that trying trees may cost where plain rounds are better
 _FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
+_STEP, _MORE = 3, 1.5  # rounds are captured for every third number of draft passes; more than usual, as rounds differ
 _MEAN = 0.1  # weight of a round in the mean gain by number of nodes
 
 
@@ -29,7 +31,7 @@ class Plan(NamedTuple):
     """What the device is told of the next round."""
 
     tokens: int  # of the step, with padding; as many as rows: a plain round
-    drafts: bool
+    max_passes: int  # draft passes; 0: none
     thresholds: Sequence[float]  # by draft pass: it is made if the reach of its beams is above
 
 
@@ -98,12 +100,13 @@ class Controller:
         self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
         self._expected = self._accepted = 1 / WEIGHT  # fading sums over verified nodes
         self._since_trees = 0  # plain rounds since the last with a tree
+        self._usual_passes = num_passes / 2  # running mean, of rounds with trees
 
     # The next round
 
     def plan(self, num_rows: int, padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
         """sizes: of captured steps with trees, rising; `padded_rows` is that of a plain one."""
-        plain = Plan(padded_rows, False, [0.0] * (self.num_passes + 2))
+        plain = Plan(padded_rows, 0, [0.0] * (self.num_passes + 2))
         if not sizes:
             return plain
         if self.fixed is not None:
@@ -136,8 +139,12 @@ class Controller:
             further = self.passes.of_further(number, 1.0)
             needed = [rate * count * own / max(self._ratio * gain, 1e-9) for count, gain in enumerate(further, 1)]
             thresholds.append(min(needed))
-        drafts = bool(thresholds) and num_rows > thresholds[0]
-        return Plan(size, drafts, [*thresholds, float("inf"), float("inf")])
+        limit = 0
+        if thresholds and num_rows > thresholds[0]:
+            limit = next((limit for limit in self.pass_limits if limit >= self._usual_passes + _MORE), self.num_passes)
+        return Plan(
+            size, limit, [*thresholds[: max(limit, 1)], *[math.inf] * (self.num_passes + 2)][: self.num_passes + 2]
+        )
 
     def _rate(self, num_rows: int, size: int, num_prefill_tokens: int) -> float:
         gain = self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows)
@@ -149,8 +156,7 @@ class Controller:
         if is_plain:
             return step + self.plain_rest.at(num_rows)
         start, own = self._proposing(num_rows)
-        usual = self._usual_passes if self.num_passes else 0.0
-        return step + start + usual * own + self.rest.at(num_rows)
+        return step + start + self._usual_passes * own + self.rest.at(num_rows)
 
     def _proposing(self, num_rows: int) -> tuple[float, float]:
         """Expected seconds of proposing without a draft pass, and of each pass."""
@@ -163,11 +169,14 @@ class Controller:
         return float(np.interp(num_nodes, _NODES, curve))
 
     @property
+    def pass_limits(self) -> list[int]:
+        """Numbers of draft passes that a round may be captured for, rising; 0 where only retrieval proposes."""
+        return [*range(_STEP, self.num_passes, _STEP), self.num_passes] if self.num_passes else [0]
+
+    @property
     def _ratio(self) -> float:
         """Accepted tokens / expected tokens, lately."""
         return self._accepted / self._expected if self.fixed is None else 1.0
-
-    _usual_passes = 1.0  # running mean of the passes of a round with a tree
 
     # Learning
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, Row, TargetRunner, VerifyOutput
+from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
+
+if TYPE_CHECKING:
+    from graft.tree.device.round import Entries
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
 
@@ -121,6 +124,39 @@ class Drafter(Protocol):
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
+
+
+class DrafterOnDevice(Drafter, Protocol):
+    """A drafter whose passes can be a part of rounds that the device makes by itself."""
+
+    def prepare_pool(self, pool: PagePool) -> int:
+        """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""
+
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        """By pass: the nodes of a row that it gives."""
+
+    def beams_of(self, num_rows: int) -> int:
+        """Nodes of a level that the next pass expands."""
+
+    def run_passes(
+        self,
+        pool: PagePool,
+        num_rows: int,
+        num_passes: int,
+        table_rows: Tensor,
+        lengths: Tensor,
+        context: int,
+        made: Tensor,
+        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
+    ) -> None:
+        """Run the passes within a graph, each only if its flag in `made` is set when it runs.
+
+        table_rows, lengths: [R] rows of the block tables, and the entries of each. add_level: takes a pass's number,
+        and tokens, parents and probabilities of its nodes; it sets the flag of the next pass.
+        """
+
+    def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
+        """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
 
 
 class OnDemand:

@@ -60,7 +60,7 @@ class RoundShape(NamedTuple):
 class Sources(NamedTuple):
     """Numbers of the sources of candidates; 0 is the root. A source that is not used has None."""
 
-    count: int  # of all, with the root
+    num_sources: int  # with the root
     num_buckets: int  # of scores
     drafted: int | None = None
     copies: int | None = None  # of the row's own text; those of finished texts have the next number
@@ -98,7 +98,7 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "total": (i32, (1,)),  # nodes of all rows together
         "drafts": (i32, (1,)),  # 1 if the first draft pass is made
         "thresholds": (f32, (num_passes + 2,)),  # reach below which each pass is not made
-        "acceptance_probs": (f32, (NUM_AGREEMENTS, sources.count, sources.num_buckets)),
+        "acceptance_probs": (f32, (NUM_AGREEMENTS, sources.num_sources, sources.num_buckets)),
     }
 
 
@@ -106,7 +106,7 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str
     """What the host gets to know of a round."""
     i32, f32 = torch.int32, torch.float32
     most = max(RoundShape(rows, 0).cap * rows for rows in range(1, max_rows + 1))
-    table = (NUM_AGREEMENTS, sources.count, sources.num_buckets)
+    table = (NUM_AGREEMENTS, sources.num_sources, sources.num_buckets)
     return {
         "counts": (i32, (max_rows + 1,)),  # new tokens; 0 for the row of padding
         "tokens": (i32, (max_rows, MAX_TOKENS)),
@@ -315,10 +315,9 @@ class DeviceRound:
     ) -> None:
         """Let the tables learn the successors of a step's tokens; see `outcome.learn`."""
         if self.tables is not None:
-            outcome.learn(
-                *(self.tables, *step, starts, before, salts, successors, logits, self._starts64, self._terms),
-                *(num_rows, is_text),
-            )
+            tokens, parents, places, rows = step
+            of_step = (tokens, parents, places, rows, starts, before, salts, successors, logits)
+            outcome.learn(self.tables, *of_step, self._starts64, self._terms, num_rows, is_text)
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits: table rows, committed lengths, accepted places and their numbers, by row."""

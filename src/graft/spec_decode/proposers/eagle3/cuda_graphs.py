@@ -168,6 +168,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         self,
         pool: PagePool,
         num_rows: int,
+        num_passes: int,
         table_rows: Tensor,
         lengths: Tensor,
         context: int,
@@ -179,7 +180,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         by_row.table_rows[:num_rows].copy_(table_rows[:num_rows])
         by_row.lengths[:num_rows].copy_(lengths[:num_rows])
         levels = buffers.levels(shape).there
-        for number in range(self.max_passes):
+        for number in range(num_passes):
             with gate.under(made[number : number + 1]):
                 if number == 0:
                     self._run_root(buffers, shape)
