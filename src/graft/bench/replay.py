@@ -265,7 +265,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
             batch.begin_round(0)
             place = state.place = sequence.num_new
             draft_result = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
-            nodes = _accepted(draft_result.tree, answer[place:])
+            nodes = accepted_nodes(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
             policy.learn_top_k(_recorded_top_k(trace, place, draft_result.tree, sequence.ids, policy.salt_of(sequence)))
@@ -283,7 +283,8 @@ def replayed_target(about: dict[str, Any]) -> TargetRunner:
     return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], num_setups=0))
 
 
-def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
+def accepted_nodes(tree: DraftTree, following: Sequence[int]) -> list[int]:
+    """The nodes of the only row's tree that the following tokens lead to, from the root on."""
     tokens, parents, sources = (field[0].tolist() for field in (tree.tokens, tree.parents, tree.sources))
     children = {(p, t): n for n, (p, t, s) in enumerate(zip(parents, tokens, sources, strict=True)) if s > ROOT}
     path: list[int] = []
