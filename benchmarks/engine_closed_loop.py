@@ -10,6 +10,11 @@ as `batched_serving.py` does, and the medians count. `--method graft` needs GRAF
 
 One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
 `--out`.
+
+`--chi-square` tests whether tokens that SGLang samples with Graft's plugin are distributed as the target says. It takes
+a prompt whose first answer token is almost certain and whose second is not, and draws two tokens 8,000 times. The
+prefill draws the first token, so the second one is tested, which the verify draws. The expected probabilities are those
+that SGLang returns for that verify, since a prefill's differ in bf16.
 """
 
 from __future__ import annotations
@@ -17,9 +22,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from statistics import median
@@ -28,11 +35,13 @@ from typing import Any
 Answer = tuple[list[int], int]  # token ids, and the number of decode steps (0: the engine does not report it)
 CONTEXT = 4096
 CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128)  # batch sizes with CUDA graphs
+NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once for trees of full size
+NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 
 
-def parse(description: str | None = __doc__) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--head", help="an EAGLE-3 head, or a model with --method draft_model")
@@ -54,6 +63,7 @@ def parse(description: str | None = __doc__) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
     parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
     parser.add_argument("--prefix-cache", action="store_true")
+    parser.add_argument("--chi-square", action="store_true", help="SGLang: test the distribution of sampled tokens")
     parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs wrote with --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
     options = parser.parse_args()
@@ -61,6 +71,8 @@ def parse(description: str | None = __doc__) -> argparse.Namespace:
         parser.error("Graft has a plugin for SGLang only")
     if (os.environ.get("GRAFT_SGLANG", "") == "1") != (options.method == "graft"):
         parser.error("--method graft needs GRAFT_SGLANG=1, and the other methods must not have it")
+    if options.chi_square and options.engine != "sglang":
+        parser.error("--chi-square needs log-probabilities that only SGLang returns")
     if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
         parser.error("--turns must be at least 1, and cannot be used with --method graft or --prefix-cache")
     return options
@@ -278,12 +290,70 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
 
 
+async def draw_and_compare(options: argparse.Namespace, engine: SGLang) -> None:
+    """The chi-square test of sampled tokens."""
+    import torch
+
+    prompt, first = await choose_prompt(options, engine)
+    room, begun = asyncio.Semaphore(DRAWN_AT_ONCE), time.perf_counter()
+
+    async def draw(number: int) -> tuple[list[int], dict[int, float]]:
+        async with room:
+            answer = await engine.generate(prompt, number, TOP_K, ignore_eos=True, stop_token_ids=None)
+            return list(answer["output_ids"]), probabilities(answer, 1)
+
+    drawn = await asyncio.gather(*(draw(number) for number in range(NUM_DRAWS)))
+    second = [(ids[1], expected) for ids, expected in drawn if ids[0] == first]
+    expected_of: Counter[int] = Counter()
+    for _, expected in second:
+        expected_of.update(expected)
+    seen_of = Counter(token for token, _ in second)
+    bins = [token for token, count in expected_of.most_common() if count >= 5]
+    seen, expected = [seen_of[token] for token in bins], [expected_of[token] for token in bins]
+    rest = len(second) - sum(expected)
+    if rest >= 5:
+        seen.append(len(second) - sum(seen))
+        expected.append(rest)
+    chi = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+    freedom = torch.tensor((len(expected) - 1) / 2).double()
+    p_value = float(torch.special.gammaincc(freedom, torch.tensor(chi / 2).double()))
+    print(
+        f"chi-square {chi:.1f} with {len(expected) - 1} degrees of freedom over {len(second)} draws of {len(drawn)} "
+        f"({options.method}, seeds {'fresh' if options.seed is None else 'given'}): p = {p_value:.3f}; "
+        f"{time.perf_counter() - begun:.0f} s; seen {seen[:8]}, expected {[round(e) for e in expected[:8]]}",
+        flush=True,
+    )
+
+
+async def choose_prompt(options: argparse.Namespace, engine: SGLang) -> tuple[list[int], int]:
+    """A prompt whose first token is almost certain and whose second is as open as possible, and that first token."""
+    best, chosen = -1.0, None
+    for prompt in json.loads(Path(options.ids).read_text())[:NUM_TRIED]:
+        answer = await engine.generate(prompt, 0, TOP_K, temperature=0.0)
+        first, probability = max(probabilities(answer, 0).items(), key=lambda each: each[1])
+        entropy = -sum(p * math.log(p) for p in probabilities(answer, 1).values() if p > 0)
+        if probability > 0.9 and probability * entropy > best:
+            best, chosen = probability * entropy, (prompt, first)
+    if chosen is None:
+        raise SystemExit("no prompt has an almost certain first token")
+    return chosen
+
+
+def probabilities(answer: Any, position: int) -> dict[int, float]:
+    return {token: math.exp(value) for value, token, _ in answer["meta_info"]["output_top_logprobs"][position]}
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     options = parse()
+    if options.chi_square:
+        options.prefix_cache, options.temperature, options.max_new_tokens = True, 1.0, 2
+        engine = SGLang(options, DRAWN_AT_ONCE)
+        engine.run(draw_and_compare(options, engine))
+        return
     sizes = numbers(options.only or options.concurrency)
     begun = time.perf_counter()
     engine = (SGLang if options.engine == "sglang" else VLLM)(options, max(sizes))
