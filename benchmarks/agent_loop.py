@@ -7,8 +7,6 @@ goes back as a message, so every prompt holds all earlier calls. Each policy has
 nothing. Greedy texts must be the same under all policies, else the exit status is 1.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

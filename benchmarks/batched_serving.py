@@ -9,10 +9,7 @@ Graft chooses. No text is kept between turns: the prefix cache is empty, and Gra
 warm-up taught. The cost model continues to learn, as in a server.
 
 `--as-cost-of` makes the model as expensive as a large one (see docs/measuring.md). In fp32 all texts must be equal.
-On a busy machine, use `--processor-time` with OMP_NUM_THREADS=1 to count the processor time of this process only.
 """
-
-from __future__ import annotations
 
 import argparse
 import queue
@@ -106,7 +103,7 @@ def main() -> None:
 
     asked = prompts(options.data, options.limit)
     lessons = prompts([options.warmup], options.warmup_limit) if options.warmup is not None else []
-    rows = max(options.max_rows, *options.concurrency)
+    rows = max(options.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + options.max_new_tokens + 256
     settings = SchedulerSettings(
         max_rows=rows,
@@ -175,8 +172,7 @@ def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int])
 def take_turn(method: Method, asked: list[Question], concurrency: int, options: argparse.Namespace) -> Turn:
     """Asks everything once, `concurrency` requests at a time."""
     done: queue.Queue[Asked] = queue.Queue()
-    clock = time.process_time if options.processor_time else time.perf_counter
-    start = clock()
+    start = time.perf_counter()
     answers: list[Asked] = []
     for number, question in enumerate(asked):
         if number >= concurrency:
@@ -184,7 +180,7 @@ def take_turn(method: Method, asked: list[Question], concurrency: int, options: 
         answers.append(ask(method, question, options, done))
     for _ in range(min(concurrency, len(asked))):
         done.get()
-    return Turn(clock() - start, answers)
+    return Turn(time.perf_counter() - start, answers)
 
 
 def ask(method: Method, question: Question, options: argparse.Namespace, done: queue.Queue[Asked]) -> Asked:
@@ -264,10 +260,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, such as 1,16,128")
     parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, such as 1,3,7,15")
     parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step")
-    parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=2, help="turns of each method")
-    parser.add_argument("--processor-time", action="store_true", help="count tokens per second of processor time")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     return parser.parse_args()
 

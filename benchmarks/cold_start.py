@@ -14,8 +14,6 @@ ones. `process` starts a new process for each answer and loads the model before 
 other processes busy.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -25,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from statistics import median
 from typing import NamedTuple
 
 from common import command_line
@@ -104,7 +101,6 @@ def main() -> None:
     parser.add_argument("--profile", default="none", help="a profile, auto, or none")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=1, help="turns for each prompt; the medians count")
     parser.add_argument("--from", dest="start", choices=("engine", "session", "process"), default="engine")
     parser.add_argument("--beside", type=int, default=0, help="busy processes beside this one")
     parser.add_argument("--answer", help=argparse.SUPPRESS)  # the policy, in a process of `--from process`
@@ -120,17 +116,13 @@ def main() -> None:
     call, ratios, totals = make_caller(args), [], [0.0, 0.0]
     with busy(args.beside):
         for number, prompt in enumerate(prompts, start=1):
-            turns = [[call(policy, prompt) for policy in ("off", "graft", "off")] for _ in range(args.repeats)]
-            for before, ours, after in turns:
-                assert before.ids == ours.ids == after.ids, f"prompt {number}: texts differ"
-            off = median(chain.from_iterable((before.wall, after.wall) for before, _, after in turns))
-            graft = median(ours.wall for _, ours, _ in turns)
-            cpu = median((before.cpu + after.cpu) / 2 / ours.cpu for before, ours, after in turns)
-            noise = median(before.wall / after.wall for before, _, after in turns)
-            ratios.append(off / graft)
-            totals = [totals[0] + off, totals[1] + graft]
-            print(f"prompt {number:2}: {off:6.2f} s {graft:6.2f} s  ratio {off / graft:.3f}  ", end="")
-            print(f"cpu {cpu:.3f}  noise {noise:.3f}", flush=True)
+            before, graft, after = (call(policy, prompt) for policy in ("off", "graft", "off"))
+            assert before.ids == graft.ids == after.ids, f"prompt {number}: texts differ"
+            off, cpu = (before.wall + after.wall) / 2, (before.cpu + after.cpu) / 2 / graft.cpu
+            ratios.append(off / graft.wall)
+            totals = [totals[0] + off, totals[1] + graft.wall]
+            print(f"prompt {number:2}: {off:6.2f} s {graft.wall:6.2f} s  ratio {ratios[-1]:.3f}  ", end="")
+            print(f"cpu {cpu:.3f}  noise {before.wall / after.wall:.3f}", flush=True)
     below = sum(ratio < 0.97 for ratio in ratios)
     print(f"all: {totals[0] / totals[1]:.3f}, worst {min(ratios):.3f}, {below} of {len(ratios)} below 0.97")
 

@@ -67,13 +67,13 @@ def add_prompts(parser: argparse.ArgumentParser, limit: int | None, max_new_toke
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 
 
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
+def parse_with_dry_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a script that needs a GPU, unless `--dry-run` is given."""
     parser.add_argument("--dry-run", action="store_true", help="use a tiny model, in Triton's interpreter if no GPU")
-
-
-def require_gpu(parser: argparse.ArgumentParser, is_dry_run: bool) -> None:
-    if DEVICE.type == "cpu" and not is_dry_run:
+    options = parser.parse_args()
+    if DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a tiny model without one")
+    return options
 
 
 def numbers(text: str) -> list[int]:

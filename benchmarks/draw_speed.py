@@ -6,8 +6,6 @@ A bar's height is its speed over the baseline's in the same group. Its label is 
 picture has its own colours for light and dark pages, and needs no library.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from html import escape
@@ -34,7 +32,7 @@ STYLE = """
 
 
 def draw(results: dict[str, Any]) -> str:
-    """The SVG text of one results file."""
+    """The picture of one results file as SVG text."""
     series, groups, baseline = results["series"], results["groups"], results["baseline"]
     speeds = [group["tokens_per_second"] for group in groups]
     ratios = [[one[name] / one[baseline] for name in series] for one in speeds]

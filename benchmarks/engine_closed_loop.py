@@ -17,8 +17,6 @@ prefill draws the first token, so the second one is tested, which the verify dra
 that SGLang returns for that verify, since a prefill's differ in bf16.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -9,8 +9,6 @@ drafted and which tokens came out of it. Accepted tokens are counted from that i
 ends with exit status 1 if an answer differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -26,7 +26,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from common import MODELS, TINY, add_dry_run, all_prompts, command_line, make_model, require_gpu, write_json
+from common import MODELS, TINY, all_prompts, command_line, make_model, parse_with_dry_run, write_json
 from torch import Tensor
 
 from graft.engine import Engine
@@ -164,9 +164,7 @@ def main() -> None:
     parser.add_argument("--policy", default="known", help="whose trees are used; known: wide trees along the text")
     parser.add_argument("--budget", type=int, default=60, help="nodes of a tree")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    add_dry_run(parser)
-    options = parser.parse_args()
-    require_gpu(parser, options.dry_run)
+    options = parse_with_dry_run(parser)
     if options.dry_run:
         CapturedTarget.widths = (1, 2)
         options.tokens, options.answer, options.rows, options.budget = 8, 4, 2, 1

@@ -8,8 +8,6 @@ learn from each other while they are decoded. Nothing learned is kept between pr
 the mean accepted length: of all answers, and of those that ended first, fourth and so on.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -11,8 +11,6 @@ here: use `graft bench` for that. `modelled` is the speed over plain decoding if
 plain one, and a draft pass `--pass-cost` of that.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

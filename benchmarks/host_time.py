@@ -14,8 +14,6 @@ step. `behind`: work of the host while the step runs. `idle`: time in which the 
 whole round. Then come the means of the clock's phases, and of tokens and nodes per row.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import pstats
@@ -23,6 +21,7 @@ import statistics
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,12 @@ class Simulation:
     def truth(self, numbers: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return self.story[(numbers * 7919 + positions) % len(self.story)]
 
+    @property
+    def sequences(self) -> list[Any]:
+        return self.scheduler._sequences if self.scheduler is not None else []
+
     def numbers(self, num_rows: int) -> np.ndarray:
-        sequences = self.scheduler._sequences if self.scheduler is not None else []
-        own = [sequence.number for sequence in sequences]
+        own = [sequence.number for sequence in self.sequences]
         return np.array((own + [0] * num_rows)[:num_rows])
 
     def step(self, buffers: Any, size: int) -> None:
@@ -107,10 +109,9 @@ class Simulation:
 
     def level(self, number: int, level: Any) -> None:
         num_rows, count = level.tokens.shape
-        sequences = self.scheduler._sequences if self.scheduler is not None else []
-        if len(sequences) != num_rows:
+        if len(self.sequences) != num_rows:
             return
-        positions = np.array([len(sequence.ids) for sequence in sequences]) + number
+        positions = np.array([len(sequence.ids) for sequence in self.sequences]) + number
         numbers = self.numbers(num_rows)
         is_right = (numbers * 31 + positions * 101) % 97 < RIGHT * 97
         right = self.truth(numbers, positions)
@@ -148,10 +149,8 @@ def patch(device: Device, simulation: Simulation) -> None:
                 uncounted(simulation.step, buffers, key[2])
 
         else:
-            seconds = DRAFT if "expand" in key or "root" in key or "ahead" in key or "read" in key else OTHER
-
-            def replay() -> None:
-                device.replay(seconds)
+            seconds = DRAFT if {"expand", "root", "ahead", "read"} & set(key) else OTHER
+            replay = partial(device.replay, seconds)
 
         self.steps[key] = replay
         return replay

@@ -6,8 +6,6 @@ Indexes the source code of the installed Python packages and of Python itself. C
 are chosen by name, so that copies of a file in other packages are held out too.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -14,8 +14,6 @@ preempted and read again. `--shape` uses a model with random weights and random 
 status is 1 if anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -48,17 +46,12 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
-class MemoryWatch(threading.Thread):
-    """Samples the memory in use on the device, by all processes."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most, self.ended = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.wait(0.01):
-            free, total = torch.cuda.mem_get_info(DEVICE)
-            self.most = max(self.most, total - free)
+def watch_memory(used: list[int]) -> None:
+    """Keeps the most memory in use on the GPU, by all processes, in `used`."""
+    while True:
+        free, total = torch.cuda.mem_get_info(DEVICE)
+        used[0] = max(used[0], total - free)
+        time.sleep(0.01)
 
 
 @dataclass
@@ -80,22 +73,18 @@ class Request:
         for sequence in sequences:
             sequence.speculates = self.speculates
         left = set(range(len(sequences)))
+        limit = self.cancelled_after if cancels else None
 
         def listen(news: Update | Failure) -> None:
             if isinstance(news, Failure):
                 self.failure = news.message
-                end()
-                return
-            if news.finish_reason is not None:
+                left.clear()
+            elif news.finish_reason is not None:
                 left.discard(news.index)
-            if cancels and self.cancelled_after is not None and sequences[0].stats.tokens >= self.cancelled_after:
+            if left and limit is not None and sequences[0].stats.tokens >= limit:
                 scheduler.cancel(job)
-                end()
-            if not left:
-                end()
-
-        def end() -> None:
-            if not self.ended.is_set():
+                left.clear()
+            if not left and not self.ended.is_set():
                 self.ended.set()
                 room.release()
 
@@ -115,9 +104,9 @@ def main() -> None:
         max_cache_tokens=arguments.max_cache_tokens,
         memory=arguments.memory,
     )
-    watch = MemoryWatch()
+    used = [0]
     if DEVICE.type == "cuda":
-        watch.start()
+        threading.Thread(target=watch_memory, args=(used,), daemon=True).start()
     scheduler = Scheduler(engine, settings)
     scheduler.is_ready.wait()
     room = threading.Semaphore(2 * arguments.at_once)
@@ -143,10 +132,9 @@ def main() -> None:
     print(f"{num_failed} requests failed, {num_different} differ; {num_lost} of {pool.num_pages} pages are not free")
     is_over_limit = False
     if DEVICE.type == "cuda":
-        watch.ended.set()
         total = torch.cuda.mem_get_info(DEVICE)[1]
-        is_over_limit = arguments.memory is not None and watch.most > arguments.memory * total
-        print(f"{watch.most / 2**30:.1f} GiB of {total / 2**30:.1f} were in use at most, {watch.most / total:.3f}")
+        is_over_limit = arguments.memory is not None and used[0] > arguments.memory * total
+        print(f"{used[0] / 2**30:.1f} GiB of {total / 2**30:.1f} were in use at most, {used[0] / total:.3f}")
     sys.exit(bool(num_failed or num_different or num_lost or is_over_limit))
 
 

@@ -9,8 +9,6 @@ cancelled or invalid. It prints the server's resident memory every minute, to fi
 be running and no page of the KV cache may be in use.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

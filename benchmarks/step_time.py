@@ -1,20 +1,17 @@
 """How long does a step of the target take, by tree width and context, and how far is it from the memory's limit?
 
     python benchmarks/step_time.py --out step_time.json
-    python benchmarks/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
     python benchmarks/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
     python benchmarks/step_time.py --shape llama-1b5 --width 1 --width 64 --context 2000 --without-overlap
 
 Models have random weights in bfloat16. `graph` is the CUDA graph of a step alone. `verify` is all of
-`TargetRunner.verify` until the device is done, and `eager` the same by transformers' own forward. `limit` is the time
-to read weights, keys and values once, at the bandwidth of a copy measured in the same run. `ratio` is graph over limit.
-Steps are padded to the next size in `cuda_graphs.STEP_SIZES`.
+`TargetRunner.verify` until the device is done. `limit` is the time to read weights, keys and values once, at the
+bandwidth of a copy measured in the same run. `ratio` is graph over limit. Steps are padded to the next size in
+`cuda_graphs.STEP_SIZES`.
 
 `--without-overlap` also times a graph whose launches do not overlap (see `kernels/overlap.py`), in turns with the usual
 one, and compares the bits of their logits.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc
@@ -29,19 +26,18 @@ from common import (
     DTYPE,
     MODELS,
     TINY,
-    add_dry_run,
     command_line,
     copy_bandwidth,
     device_name,
     make_model,
     milliseconds,
-    require_gpu,
+    parse_with_dry_run,
     write_json,
 )
 from transformers import PreTrainedModel
 from tree_attention import random_tree
 
-from graft.model import KVCache, TargetRunner
+from graft.model import KVCache
 from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import overlap
@@ -61,15 +57,12 @@ class Line:
     graph_ms: float
     verify_ms: float
     limit_ms: float
-    eager_ms: float | None
     apart_ms: float | None = None  # of a graph whose launches do not overlap
     has_same_bits: bool | None = None  # as that graph
 
     def __str__(self) -> str:
         line = f"{self.shape:14s}{self.context:8d}{self.rows:6d}{self.width:6d}"
-        line += f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}"
-        line += f"{self.eager_ms:9.3f}" if self.eager_ms is not None else f"{'':9s}"
-        line += f"{self.graph_ms / self.limit_ms:8.2f}"
+        line += f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{self.graph_ms / self.limit_ms:8.2f}"
         if self.apart_ms is not None:
             line += f"   without overlap {self.apart_ms:.3f} ({self.apart_ms / self.limit_ms:.2f}), "
             line += "same bits" if self.has_same_bits else "OTHER BITS"
@@ -82,13 +75,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="texts verified together")
     parser.add_argument("--width", action="append", type=int, help="nodes of a row's tree; may be repeated")
     parser.add_argument("--context", action="append", type=int, help="tokens of each text; may be repeated")
-    parser.add_argument("--against", choices=["eager"], help="also time transformers' own forward")
     parser.add_argument("--exact", action="store_true", help="use our own kernel for all products, even if slower")
     parser.add_argument("--without-overlap", action="store_true", help="also time launches that do not overlap")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    add_dry_run(parser)
-    options = parser.parse_args()
-    require_gpu(parser, options.dry_run)
+    options = parse_with_dry_run(parser)
 
     models = {name: MODELS[name] for name in options.shape or MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
@@ -96,8 +86,7 @@ def main() -> None:
         models, widths, contexts, copied = {"tiny": (TINY, 64)}, (1, 2), (70,), 2**20
     bandwidth = copy_bandwidth(copied)
     print(f"{device_name()}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
-    heads = "".join(f"{head:>9s}" for head in ("graph", "verify", "limit", "eager"))
-    print(f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{heads}{'ratio':>8s}")
+    print(f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{'graph':>9s}{'verify':>9s}{'limit':>9s}{'ratio':>8s}")
     lines: list[dict[str, object]] = []
     memory: dict[str, dict[str, int]] = {}
     facts = {"device": device_name(), "dtype": str(DTYPE), "bandwidth": bandwidth, "memory": memory, "lines": lines}
@@ -123,11 +112,18 @@ def main() -> None:
 def time_step(
     name: str, target: CapturedTarget, context: int, width: int, bandwidth: float, options: argparse.Namespace
 ) -> Line:
-    cache = opened(target, options.rows, context, width)
+    cache = target.open(options.rows, context + width)
     for stored in cache.store.stored:
         stored.normal_()
+    for row in cache.rows:
+        row.length = context
     tree = trees_of(width, options.rows)
     run = captured(target, cache, tree)
+
+    def verify() -> None:
+        target.verify(cache, tree)
+        target.synchronize()
+
     read = num_weight_bytes(target.model) + options.rows * context * cache.store.bytes_per_token
     line = Line(
         name,
@@ -135,22 +131,13 @@ def time_step(
         options.rows,
         width,
         graph_ms=milliseconds(run),
-        verify_ms=milliseconds(lambda: verify(target, cache, tree), each=True),
+        verify_ms=milliseconds(verify, each=True),
         limit_ms=read / bandwidth * 1e3,
-        eager_ms=eager_milliseconds(target.model, context, tree) if options.against == "eager" else None,
     )
     if options.without_overlap:
         compare_overlap(line, target, cache, tree)
     cache.release()
     return line
-
-
-def opened(target: TargetRunner, rows: int, context: int, width: int) -> KVCache:
-    """A cache whose rows have `context` committed tokens. Their content does not matter for the time."""
-    cache = target.open(rows, context + width)
-    for row in cache.rows:
-        row.length = context
-    return cache
 
 
 def trees_of(width: int, rows: int) -> DraftTree:
@@ -188,17 +175,6 @@ def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: Dr
     line.graph_ms, line.apart_ms = (statistics.median(own) for own in times)
     line.has_same_bits = torch.equal(*(each.view(torch.int32) for each in logits))
     target._graphs.forget()
-
-
-def eager_milliseconds(model: PreTrainedModel, context: int, tree: DraftTree) -> float:
-    target = TargetRunner(model)
-    cache = opened(target, len(tree.tokens), context, tree.width)
-    return milliseconds(lambda: verify(target, cache, tree), each=True)
-
-
-def verify(target: TargetRunner, cache: KVCache, tree: DraftTree) -> None:
-    target.verify(cache, tree)
-    target.synchronize()
 
 
 def num_weight_bytes(model: PreTrainedModel) -> int:

@@ -11,15 +11,13 @@ decoding, and the largest difference from SDPA. The exit status is 1 if bits dif
 `--sglang` times the verify attention of SGLang 0.5.15, by its own Triton kernel and by the plugin's, for an 8B Llama.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import DEVICE, add_dry_run, command_line, copy_bandwidth, device_name, microseconds, require_gpu
+from common import DEVICE, command_line, copy_bandwidth, device_name, microseconds, parse_with_dry_run
 from torch import Tensor, nn
 
 from graft.model.attention import attend
@@ -40,9 +38,7 @@ def main() -> None:
     parser.add_argument("--width", action="append", type=int, help="nodes of the tree; may be repeated")
     parser.add_argument("--context", action="append", type=int, help="tokens before it; may be repeated")
     parser.add_argument("--sglang", action="store_true", help="time SGLang's verify attention instead")
-    add_dry_run(parser)
-    options = parser.parse_args()
-    require_gpu(parser, options.dry_run)
+    options = parse_with_dry_run(parser)
     if options.sglang:
         time_sglang()
         return

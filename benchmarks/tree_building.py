@@ -8,8 +8,6 @@ median over rounds, in processor time, so that other work on the machine does no
 clears the processor's caches, as a verify step does. `host_time.py` measures batches.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import defaultdict

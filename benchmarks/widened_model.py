@@ -6,8 +6,6 @@
 has the prompts that it asks, in its order (see docs/measuring.md). `engine_closed_loop.py` reads them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
