@@ -1,7 +1,5 @@
 """Load test of an OpenAI-compatible server: throughput and latencies of many concurrent requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

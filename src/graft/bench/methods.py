@@ -3,8 +3,6 @@
 A method answers prompts given as token ids. What it learned can be saved with `state` and put back with `restore`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ node of a dense tree. A replayed policy grows its own trees, which are accepted 
 top-k at nodes outside the recorded tree is unknown, so the n-gram tables learn a little less than in live decoding.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """report.html: one self-contained HTML file with the plots and all results tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any

@@ -3,8 +3,6 @@
 Rates are ratios of sums over a task's prompts. The average gives every task the same weight.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import platform

@@ -3,8 +3,6 @@
 Only single answers are timed and counted here; rates, averages and intervals are computed in `results`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Makes the methods of a benchmark from their names; all share one model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

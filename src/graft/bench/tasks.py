@@ -1,7 +1,5 @@
 """Tasks: named lists of prompts, from files or from the set that comes with the package, and their token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ on it, `block` and `block-paper` the same for a chain, `lookup` and `recycle` dr
 `graft-without-...`, is `graft` with one part left out.
 """
 
-from __future__ import annotations
-
 from graft.bench.baselines.ablations import ABLATIONS
 from graft.bench.baselines.block import Block, BlockPaper
 from graft.bench.baselines.dense import Dense, Prune

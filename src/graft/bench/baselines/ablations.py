@@ -1,7 +1,5 @@
 """Ablations: the policy `graft` with one part left out, to measure what that part is worth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from graft.bench.baselines.native import keep_best

@@ -1,7 +1,5 @@
 """AdjacencyMatrix: the successor table of single tokens, for policies that fill a fixed template from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -7,8 +7,6 @@ chain leaves the tokens down to its own depth, as it does in a tree; the walk be
 token's likeliest successor, and ends where the matrix has none or the chain is as long as `block`'s.
 """
 
-from __future__ import annotations
-
 from graft.bench.baselines import native
 from graft.bench.baselines.dense import Dense
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates

@@ -1,7 +1,5 @@
 """dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same, but gates stop the drafting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Calibration of the gates: thresholds from warm-up prompts, for the methods that have gates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gates: drafting that stops, row by row, at certain depths if the likeliest path's q is at most a threshold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice

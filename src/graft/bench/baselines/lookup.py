@@ -1,7 +1,5 @@
 """lookup: suffix lookup in the text itself and nothing else; no drafter, no tables."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from graft.model import TargetRunner

@@ -1,7 +1,5 @@
 """ctypes bindings of `baselines.c`: ways to choose candidates that only the benchmark's methods use."""
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections.abc import Sequence

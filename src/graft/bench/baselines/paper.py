@@ -5,8 +5,6 @@ drafted and retrieved is one node (its place stays empty), the root does not cou
 template has is decided in `template`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

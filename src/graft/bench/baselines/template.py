@@ -5,8 +5,6 @@ nodes with the least product of 2 + rank along their path, so the best ranks get
 of first ranks goes all the way down.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 from graft.bench.baselines.native import TemplateStruct

@@ -5,8 +5,6 @@ head, however few the places are: with 64 requests that takes half of a step. An
 first, two kernels a layer, since that kernel wants them close together; ours takes them as they lie.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

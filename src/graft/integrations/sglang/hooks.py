@@ -5,8 +5,6 @@ whole, the tree is Graft's, and the target's tokens are chosen by keyed noise an
 tree.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The entry point `sglang.srt.plugins`: SGLang calls `register` in its launcher and in every scheduler process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

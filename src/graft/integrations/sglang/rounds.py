@@ -3,8 +3,6 @@
 Nothing here imports SGLang or needs a GPU.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -3,8 +3,6 @@
 Nothing here imports SGLang or needs a GPU. D is --speculative-num-draft-tokens: every row's tree has exactly D places.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ Between the last draft pass and the verify only this is in the way of the GPU: t
 tree, and to send it back.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import time
