@@ -206,8 +206,8 @@ class _Widener:
             weight[places] = own
             share = len(own) / len(weight)
             if isinstance(wide, nn.RMSNorm) and isinstance(small, nn.RMSNorm) and small.eps is not None:
-                # Norms of queries and keys do not use the scaled eps of the config. Files do not store this eps: a saved
-                # model has the config's again, which matters for short vectors.
+                # Norms of queries and keys do not use the scaled eps of the config. Files do not store this eps, so a
+                # saved model has the config's again, which matters for short vectors.
                 wide.eps = small.eps * share
         weight *= scale * math.sqrt(share)
         wide.weight = nn.Parameter(weight.to(self._like), requires_grad=False)
