@@ -26,6 +26,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Coroutine
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -223,13 +224,10 @@ def head_for_sglang(head: str) -> str:
 
 def differences(ours: list[list[int]], theirs: list[list[int]]) -> str:
     """How many texts differ, and after how many equal tokens."""
-    firsts = []
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
-            pairs = enumerate(zip(mine, other, strict=False))
-            firsts.append(next((n for n, (a, b) in pairs if a != b), min(len(mine), len(other))))
-    count = f"{len(firsts)} of {min(len(ours), len(theirs))} texts differ"
-    return count + (f", first at {sorted(firsts)}" if firsts else "")
+    pairs = list(zip(ours, theirs, strict=False))
+    equal = [takewhile(lambda tokens: tokens[0] == tokens[1], zip(*p, strict=False)) for p in pairs if p[0] != p[1]]
+    firsts = sorted(len(list(tokens)) for tokens in equal)
+    return f"{len(firsts)} of {len(pairs)} texts differ" + (f", first at {firsts}" if firsts else "")
 
 
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:

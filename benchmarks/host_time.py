@@ -272,13 +272,9 @@ def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: De
     def counters() -> dict[str, Any]:
         stats = [job.sequences[0].stats for job in all_jobs]
         names = ("rounds", "tokens", "nodes", "draft_passes")
-        return {
-            "launched": len(device.launched),
-            "phases": dict(scheduler._clock.seconds),
-            "counts": device.counts.copy(),
-            "time": device.now(),
-            "stats": [sum(getattr(own, name) for own in stats) for name in names],
-        }
+        totals = [sum(getattr(own, name) for own in stats) for name in names]
+        now = {"launched": len(device.launched), "time": device.now(), "stats": totals}
+        return now | {"phases": dict(scheduler._clock.seconds), "counts": device.counts.copy()}
 
     scheduler._step = watched_step  # type: ignore[method-assign]
     for _ in range(num_rows):

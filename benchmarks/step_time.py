@@ -20,20 +20,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import common
 import torch
-from common import (
-    DEVICE,
-    DTYPE,
-    MODELS,
-    TINY,
-    command_line,
-    copy_bandwidth,
-    device_name,
-    make_model,
-    milliseconds,
-    parse_with_dry_run,
-    write_json,
-)
 from transformers import PreTrainedModel
 from tree_attention import random_tree
 
@@ -70,28 +58,34 @@ class Line:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--shape", action="append", choices=MODELS, help="may be repeated; all if not given")
+    parser = common.command_line(__doc__)
+    parser.add_argument("--shape", action="append", choices=common.MODELS, help="may be repeated; all if not given")
     parser.add_argument("--rows", type=int, default=1, help="texts verified together")
     parser.add_argument("--width", action="append", type=int, help="nodes of a row's tree; may be repeated")
     parser.add_argument("--context", action="append", type=int, help="tokens of each text; may be repeated")
     parser.add_argument("--exact", action="store_true", help="use our own kernel for all products, even if slower")
     parser.add_argument("--without-overlap", action="store_true", help="also time launches that do not overlap")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    options = parse_with_dry_run(parser)
+    options = common.parse_with_dry_run(parser)
 
-    models = {name: MODELS[name] for name in options.shape or MODELS}
+    models = {name: common.MODELS[name] for name in options.shape or common.MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
-        models, widths, contexts, copied = {"tiny": (TINY, 64)}, (1, 2), (70,), 2**20
-    bandwidth = copy_bandwidth(copied)
-    print(f"{device_name()}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
+        models, widths, contexts, copied = {"tiny": (common.TINY, 64)}, (1, 2), (70,), 2**20
+    bandwidth = common.copy_bandwidth(copied)
+    print(f"{common.device_name()}, {common.DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
     print(f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{'graph':>9s}{'verify':>9s}{'limit':>9s}{'ratio':>8s}")
     lines: list[dict[str, object]] = []
     memory: dict[str, dict[str, int]] = {}
-    facts = {"device": device_name(), "dtype": str(DTYPE), "bandwidth": bandwidth, "memory": memory, "lines": lines}
+    facts = {
+        "device": common.device_name(),
+        "dtype": str(common.DTYPE),
+        "bandwidth": bandwidth,
+        "memory": memory,
+        "lines": lines,
+    }
     for name, (shape, vocab) in models.items():
-        model = make_model(shape, vocab, max(contexts) + 256)
+        model = common.make_model(shape, vocab, max(contexts) + 256)
         print(f"{name}: {why_not(model) or 'fused layers'}")
         target = CapturedTarget(model, exact=options.exact)
         for context in contexts:
@@ -99,13 +93,13 @@ def main() -> None:
                 line = time_step(name, target, context, width, bandwidth, options)
                 print(line, flush=True)
                 lines.append(asdict(line))
-                write_json(options.out, facts)
+                common.write_json(options.out, facts)
         memory[name] = {"weights": sum(p.nbytes for p in model.parameters()), **target.memory_report()}
         print("memory:", ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in memory[name].items()))
-        write_json(options.out, facts)
+        common.write_json(options.out, facts)
         del model, target
         gc.collect()
-        if DEVICE.type == "cuda":
+        if common.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -130,8 +124,8 @@ def time_step(
         context,
         options.rows,
         width,
-        graph_ms=milliseconds(run),
-        verify_ms=milliseconds(verify, each=True),
+        graph_ms=common.milliseconds(run),
+        verify_ms=common.milliseconds(verify, each=True),
         limit_ms=read / bandwidth * 1e3,
     )
     if options.without_overlap:
@@ -171,7 +165,7 @@ def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: Dr
     overlap.is_on = True
     for _ in range(TURNS):
         for run, own in zip(runs, times, strict=True):
-            own.append(milliseconds(run))
+            own.append(common.milliseconds(run))
     line.graph_ms, line.apart_ms = (statistics.median(own) for own in times)
     line.has_same_bits = torch.equal(*(each.view(torch.int32) for each in logits))
     target._graphs.forget()

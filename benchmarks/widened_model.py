@@ -46,10 +46,7 @@ def main() -> None:
         (options.out / "warmup.json").write_text(json.dumps(prompts([options.warmup], NUM_WARMUP)))
     model = widen(plain.target.model, shape)
     head = widen_head(drafter.head, shape, model)
-    if isinstance(head, block.BlockHead):
-        block.save_head(head, options.out / "head")
-    else:
-        eagle3.save_head(head, options.out / "head")
+    (block if isinstance(head, block.BlockHead) else eagle3).save_head(head, options.out / "head")
     model.save_pretrained(options.out / "model")
     plain.tokenizer.save_pretrained(options.out / "model")
     print(f"{len(ids)} prompts of {sum(map(len, ids)) / len(ids):.0f} tokens on average")
