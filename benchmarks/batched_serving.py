@@ -108,7 +108,6 @@ def main() -> None:
     settings = SchedulerSettings(
         max_rows=rows,
         max_waiting=rows,
-        max_batched_tokens=options.max_batched_tokens,
         max_cache_tokens=rows * room,
         prefix_cache_tokens=0,
     )
@@ -259,7 +258,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup-turns", type=int, default=5, help="turns to learn at which batch sizes trees pay")
     parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, such as 1,16,128")
     parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, such as 1,3,7,15")
-    parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=2, help="turns of each method")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
 TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # smallest with exact kernels
-# Shape and vocabulary size, by name.
-MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
-    name: (SHAPES[name], vocab) for name, vocab in (("llama-1b5", 128256), ("llama-8b", 128256), ("qwen-32b", 151936))
+MODELS = {  # shape and vocabulary size, by name
+    "smollm2-135m": (Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64), 49152),
+    "llama-1b5": (SHAPES["llama-1b5"], 128256),
+    "llama-8b": (SHAPES["llama-8b"], 128256),
+    "qwen-32b": (SHAPES["qwen-32b"], 151936),
 }
 T = TypeVar("T")
 
@@ -184,10 +185,13 @@ def server(options: Sequence[str], port: int | None = None) -> Iterator[tuple[su
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
         try:
-            while not _is_up(client):
+            is_up = False
+            while not is_up:
                 if process.poll() is not None:
                     sys.exit(f"graft serve ended with {process.returncode}")
-                time.sleep(0.5)
+                with suppress(httpx2.TransportError):
+                    is_up = client.get("/health").status_code == 200
+                time.sleep(0 if is_up else 0.5)
             yield process, client
         finally:
             process.kill()
@@ -204,12 +208,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def _is_up(client: Any) -> bool:
-    import httpx2
-
-    try:
-        return bool(client.get("/health").status_code == 200)
-    except httpx2.TransportError:
-        return False

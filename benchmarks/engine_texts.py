@@ -146,16 +146,13 @@ def compare(a: Json, b: Json) -> int:
         print(f"{versions}: {len(own)} rounds, {sum(map(num_accepted, own))} drafted tokens accepted")
     num_starts = sum(len({r["start"] for r in x} | {r["start"] for r in y}) for x, y in rounds)
     num_same = sum(round in y for x, y in rounds for round in x)
-    num_equal = sum(ids(x) == ids(y) for x, y in pairs)
+    texts = [[[token for r in answer["rounds"] for token in r["new"]] for answer in pair] for pair in pairs]
+    num_equal = sum(x == y for x, y in texts)
     print(f"{num_equal} of {len(pairs)} answers are equal, and {num_same} of {num_starts} rounds")
     different = (pair for x, y in rounds for pair in zip(x, y, strict=False) if pair[0] != pair[1])
     for first in islice(different, 1):
         print(f"The first difference\n- {a['engine']}: {first[0]}\n- {b['engine']}: {first[1]}")
     return int(num_equal < len(pairs))
-
-
-def ids(answer: Json) -> list[int]:
-    return [token for round in answer["rounds"] for token in round["new"]]
 
 
 def drafting_rounds(answer: Json, report: Json) -> list[Json]:

@@ -199,24 +199,19 @@ def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespac
         )
         batch, again = ([TokenSequence(prompt, settings) for prompt in group] for _ in range(2))
         chooser = Plain(engine._sampler(batch), len(batch))
-        run(engine, batch, chooser)
+        list(engine.rounds(batch, chooser))
         answers = [sequence.new_ids for sequence in batch]
         if options.policy == "known":
             engine.policy = Known(dict(zip(again, answers, strict=True)), options.budget, target.vocab_size)
         else:
             engine.policy = make_policy(options.policy, target, budget=options.budget)
-        run(engine, again, Forced(answers, chooser.recorded, tally))
+        list(engine.rounds(again, Forced(answers, chooser.recorded, tally)))
         engine.policy = plain
         assert [sequence.new_ids for sequence in again] == answers
         tally.rounds += sum(sequence.stats.rounds for sequence in again)
         tally.nodes += sum(sequence.stats.nodes for sequence in again)
     tally.seconds = time.perf_counter() - start
     return tally
-
-
-def run(engine: Engine, batch: list[TokenSequence], chooser: Plain | Forced) -> None:
-    for _ in engine.rounds(batch, chooser):
-        pass
 
 
 if __name__ == "__main__":

@@ -209,21 +209,13 @@ def fix_decisions(budget: Any, num_rows: int, plain: bool) -> None:
     """Makes all rounds alike, so that their times can be compared: decisions are computed, but not followed."""
     size = next(size for limit, size in SIZES.items() if num_rows <= limit)
     num_passes = next(count for limit, count in PASSES.items() if num_rows <= limit)
-    best, more_passes, may_propose = budget.best, budget.num_passes, budget.may_propose
 
-    def fixed_best(plans: Any) -> Any:
-        best(plans)
-        return min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size))
+    def instead(decide: Any, fixed: Any) -> Any:
+        return lambda *args: (decide(*args), fixed(*args))[1]
 
-    def fixed_passes(num_rows: int, num_done: int, reach: float) -> int:
-        more_passes(num_rows, num_done, reach)
-        return max(num_passes - num_done, 0)
-
-    def fixed_may_propose(num_rows: int) -> bool:
-        may_propose(num_rows)
-        return not plain
-
-    budget.best, budget.num_passes, budget.may_propose = fixed_best, fixed_passes, fixed_may_propose
+    budget.best = instead(budget.best, lambda plans: min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size)))
+    budget.num_passes = instead(budget.num_passes, lambda _, num_done, reach: max(num_passes - num_done, 0))
+    budget.may_propose = instead(budget.may_propose, lambda _: not plain)
 
 
 def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: Device, simulation: Simulation) -> None:
@@ -318,8 +310,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show the functions that take longest")
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(model_folder("smollm2-135m"))
-    docs = Path(__file__).parent.parent / "docs"
-    story = tokenizer.encode("\n".join(path.read_text() for path in sorted(docs.glob("*.md"))), verbose=False)
+    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    story = tokenizer.encode("\n".join(page.read_text() for page in pages), verbose=False)
     print(f"{'':9s}{'host':>9s}{'behind':>9s}{'idle':>9s}{'round':>9s}   phases")
     native().graft_use_threads(1)
     device, simulation = Device(), Simulation(story, 49152)

@@ -22,7 +22,7 @@ import torch
 from common import command_line
 
 from graft.datastore.build import build_index
-from graft.datastore.corpus import Corpus, Source
+from graft.datastore.corpus import Corpus
 from graft.datastore.format import HEADER
 from graft.datastore.lookup import Datastore
 from graft.hub.load import load_tokenizer
@@ -45,11 +45,9 @@ def main() -> None:
     corpus = Corpus.under([Path(sysconfig.get_path(name)) for name in ("purelib", "stdlib")])
     sources = [source for source in corpus.sources if source.path.suffix in SUFFIXES]
     random.Random(0).shuffle(sources)
-    by_use: dict[bool, list[Source]] = {True: [], False: []}
-    for source in sources:
-        by_use[zlib.crc32(source.path.name.encode()) % 50 == 0].append(source)
-    held_out, indexed = by_use[True], by_use[False]
-    contexts = draw_contexts(Corpus(held_out), tokenizer, options.lookups)
+    held_out = {source for source in sources if zlib.crc32(source.path.name.encode()) % 50 == 0}
+    indexed = [source for source in sources if source not in held_out]
+    contexts = draw_contexts(Corpus([s for s in sources if s in held_out]), tokenizer, options.lookups)
     with tempfile.TemporaryDirectory() as scratch:
         for size in options.tokens or [1e6]:
             chosen, num_bytes = [], 0

@@ -18,11 +18,12 @@ import gc
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import common
 import torch
-from transformers import PreTrainedModel
 from tree_attention import random_tree
 
 from graft.model import KVCache
@@ -73,27 +74,19 @@ def main() -> None:
     if options.dry_run:
         models, widths, contexts, copied = {"tiny": (common.TINY, 64)}, (1, 2), (70,), 2**20
     bandwidth = common.copy_bandwidth(copied)
-    print(f"{common.device_name()}, {common.DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
+    facts: dict[str, Any] = {"device": common.device_name(), "dtype": str(common.DTYPE), "bandwidth": bandwidth}
+    print(f"{facts['device']}, {facts['dtype']}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
     print(f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{'graph':>9s}{'verify':>9s}{'limit':>9s}{'ratio':>8s}")
-    lines: list[dict[str, object]] = []
-    memory: dict[str, dict[str, int]] = {}
-    facts = {
-        "device": common.device_name(),
-        "dtype": str(common.DTYPE),
-        "bandwidth": bandwidth,
-        "memory": memory,
-        "lines": lines,
-    }
+    memory, lines = facts["memory"], facts["lines"] = {}, []
     for name, (shape, vocab) in models.items():
         model = common.make_model(shape, vocab, max(contexts) + 256)
         print(f"{name}: {why_not(model) or 'fused layers'}")
         target = CapturedTarget(model, exact=options.exact)
-        for context in contexts:
-            for width in widths:
-                line = time_step(name, target, context, width, bandwidth, options)
-                print(line, flush=True)
-                lines.append(asdict(line))
-                common.write_json(options.out, facts)
+        for context, width in product(contexts, widths):
+            line = time_step(name, target, context, width, bandwidth, options)
+            print(line, flush=True)
+            lines.append(asdict(line))
+            common.write_json(options.out, facts)
         memory[name] = {"weights": sum(p.nbytes for p in model.parameters()), **target.memory_report()}
         print("memory:", ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in memory[name].items()))
         common.write_json(options.out, facts)
@@ -118,7 +111,9 @@ def time_step(
         target.verify(cache, tree)
         target.synchronize()
 
-    read = num_weight_bytes(target.model) + options.rows * context * cache.store.bytes_per_token
+    # Every step reads all weights but the embeddings.
+    read = sum(p.nbytes for name, p in target.model.named_parameters() if "embed_tokens" not in name)
+    read += options.rows * context * cache.store.bytes_per_token
     line = Line(
         name,
         context,
@@ -169,11 +164,6 @@ def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: Dr
     line.graph_ms, line.apart_ms = (statistics.median(own) for own in times)
     line.has_same_bits = torch.equal(*(each.view(torch.int32) for each in logits))
     target._graphs.forget()
-
-
-def num_weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that every step reads: all but the embeddings."""
-    return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
 
 
 if __name__ == "__main__":

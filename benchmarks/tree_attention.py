@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from common import DEVICE, command_line, copy_bandwidth, device_name, microseconds, parse_with_dry_run
@@ -49,11 +50,8 @@ def main() -> None:
     bandwidth = copy_bandwidth(copied)
     print(f"{device_name()}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'shape':14s}{'context':>8s}{'width':>6s}{'graft':>9s}{'sdpa':>9s}{'read':>9s}  bits, error")
-    num_wrong = 0
-    for shape in shapes:
-        for context in contexts:
-            for width in widths:
-                num_wrong += not is_right(shape, shapes[shape], width, context, bandwidth)
+    cases = product(shapes.items(), contexts, widths)
+    num_wrong = sum(not is_right(*named, width, context, bandwidth) for named, context, width in cases)
     if num_wrong:
         sys.exit(f"{num_wrong} lines are wrong")
 
