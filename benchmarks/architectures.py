@@ -132,8 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
     options = parser.parse_args()
-    unknown = set(options.names) - set(ARCHITECTURES)
-    if unknown:
+    if unknown := set(options.names) - set(ARCHITECTURES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     made = table(options.names or list(ARCHITECTURES))
     if options.write is None:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from common import command_line
@@ -30,7 +30,6 @@ from graft.hub.load import load_tokenizer
 SUFFIXES = {".py", ".pyi", ".h", ".c", ".hpp", ".pyx", ".rst", ".md", ".txt"}
 BYTES_PER_TOKEN = 3.4  # of such text, about
 COUNT, LENGTH = 4, 16  # what DatastoreLookup asks for
-T = TypeVar("T")
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def measure(corpus: Corpus, tokenizer: Any, folder: Path, contexts: list[list[in
     print(f"length {median(m.length for m in found)}, occurrences {median(m.num_occurrences for m in found)} (medians)")
 
 
-def timed(call: Callable[[], T]) -> tuple[float, T]:
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
