@@ -179,7 +179,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _totals(counts: Sequence[Any], times: Sequence[Any]) -> dict[str, Any]:
     """Sums of the fields of a `Run`. counts: objects with the counters; times: objects with the seconds."""
-    added = {name: sum(getattr(one, name) for one in counts) for name in ("tokens", "rounds", "accepted")}
+    added: dict[str, Any] = {
+        name: sum(getattr(one, name) for one in counts) for name in ("tokens", "rounds", "accepted")
+    }
     added |= {name: sum(getattr(one, name) for one in times) for name in ("decode_seconds", "prefill_seconds")}
     for name in ("accepted_by_source", "accepted_by_depth", "proposed_by_source"):
         added[name] = _added(getattr(one, name) for one in counts)
