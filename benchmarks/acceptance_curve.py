@@ -3,15 +3,14 @@
     graft bench --record traces --limit 5 --rows 5 --max-new-tokens 96
     python benchmarks/acceptance_curve.py traces --out src/graft/plan/acceptance.json
 
-It replays recorded answers. A point is the policy `graft` with a fixed budget. Either its passes are a fixed number, as
-in a batch, where a pass is made for all rows; or each round stops drafting by itself, at a pass cost, which only a
-single row can. `dense` is EAGLE-3's tree. Learning goes on from prompt to prompt. Shares are means over tasks, each
-with the same weight.
+It replays recorded answers. A point is the policy `graft` with a fixed budget. Either the number of passes is fixed, as
+in a batch, where a pass is made for all rows. Or each round decides by itself when to stop drafting, given the cost of
+a pass, which only a single row can do. `dense` is EAGLE-3's tree. Learning continues from prompt to prompt. Shares are
+means over tasks, each with the same weight.
 """
 
-from __future__ import annotations
-
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,7 +33,7 @@ DENSE_NODES = 60
 
 
 class _FewPasses(ReplayedDrafter):
-    """A replayed drafter that makes no more than so many passes."""
+    """A replayed drafter with a limit on its passes."""
 
     def __init__(self, settings: TreeSettings, num_passes: int) -> None:
         super().__init__(settings)
@@ -63,12 +62,8 @@ def main() -> None:
         counts = [count for count in PASSES if count <= budget]  # further levels would have no node
         points += [_point(recorded, "graft-without-pruning", budget, num_passes=count) for count in counts]
         points += [_point(recorded, "graft", budget, pass_cost=cost) for cost in PASS_COSTS]
-    source = {
-        "model": recorded.about["model"],
-        "draft": recorded.about["draft"],
-        "tasks": {task: len(questions) for task, questions in recorded.tasks.items()},
-        "max_new_tokens": recorded.about["max_new_tokens"],
-    }
+    source = {name: recorded.about[name] for name in ("model", "draft", "max_new_tokens")}
+    source["tasks"] = {task: len(questions) for task, questions in recorded.tasks.items()}
     dense = _point(recorded, "dense", DENSE_NODES)
     lines = ",\n".join(f"  {json.dumps(point)}" for point in points)
     text = f'{{\n "source": {json.dumps(source)},\n "dense": {json.dumps(dense)},\n "points": [\n{lines}\n ]\n}}\n'
@@ -81,33 +76,20 @@ def _point(
     """Passes and the share of rounds that accept at least 1, 2 ... tokens, with one budget."""
     tree = TreeSettings(depth=recorded.about["depth"], topk=recorded.about["topk"])
     drafter = ReplayedDrafter(tree) if num_passes is None else _FewPasses(tree, num_passes)
-    policy = policy_with(
-        PolicySettings(budget, pass_cost),
-        method,
-        replayed_target(recorded.about),
-        None if num_passes == 0 else drafter,
-    )
-    reached: list[float] = []
+    settings, target = PolicySettings(budget, pass_cost), replayed_target(recorded.about)
+    policy = policy_with(settings, method, target, None if num_passes == 0 else drafter)
+    reached: Counter[int] = Counter()  # by depth
     passes = 0.0
     for questions in recorded.tasks.values():
-        every = [
-            replay(policy, recorded.traces[tuple(question.ids)], recorded.about.get("max_new_tokens"))
-            for question in questions
-        ]
+        traces = [recorded.traces[tuple(question.ids)] for question in questions]
+        every = [replay(policy, trace, recorded.about.get("max_new_tokens")) for trace in traces]
         rounds = len(recorded.tasks) * sum(stats.rounds for stats in every)
         passes += sum(stats.draft_passes for stats in every) / rounds
         for stats in every:
-            for depth, count in stats.accepted_by_depth.items():
-                reached += [0.0] * (depth - len(reached))
-                reached[depth - 1] += count / rounds
-    point = {
-        "nodes": budget,
-        "passes": round(passes, 2),
-        "adapts": method == "graft",
-        "reached": [round(share, 4) for share in reached],
-    }
-    print(f"{method:22s} {budget:4d} nodes  {passes:5.2f} passes  {1 + sum(reached):5.2f} accepted", flush=True)
-    return point
+            reached.update({depth: count / rounds for depth, count in stats.accepted_by_depth.items()})
+    print(f"{method:22s} {budget:4d} nodes  {passes:5.2f} passes  {1 + reached.total():5.2f} accepted", flush=True)
+    shares = [round(reached[depth], 4) for depth in range(1, max(reached, default=0) + 1)]
+    return {"nodes": budget, "passes": round(passes, 2), "adapts": method == "graft", "reached": shares}
 
 
 if __name__ == "__main__":

@@ -2,17 +2,14 @@
 
     python benchmarks/agent_loop.py [--policies graft,off] [--steps 6] [--agents 2] [serve options ...]
 
-An agent asks for the weather of one city after the other. Each step is a call that the grammar forces, and its result
-goes back as a message, so every prompt holds all calls before it. Each policy has a server of its own, which has
-learned nothing. Greedy texts must be the same under all, else the exit status is 1.
+An agent asks for the weather of one city after the other. Each step is a tool call that the grammar forces. Its result
+goes back as a message, so every prompt holds all earlier calls. Each policy has its own server, which has learned
+nothing. Greedy texts must be the same under all policies, else the exit status is 1.
 """
-
-from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
@@ -35,62 +32,48 @@ DESCRIPTION = "The weather forecast of a city for some days."
 TOOL = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}}
 
 
-@dataclass
-class Run:
-    """What an agent's steps took under one policy, all agents together."""
-
-    calls: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    num_rounds: int = 0
-    seconds: float = 0.0
-
-    @property
-    def accepted(self) -> float:
-        return self.num_tokens / max(self.num_rounds, 1)
-
-
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--policies", default="graft,off", help="a comma between them")
+    parser.add_argument("--policies", default="graft,off", help="separated by commas")
     parser.add_argument("--steps", type=int, default=6, help="calls of an agent")
     parser.add_argument("--agents", type=int, default=2, help="one after the other")
     arguments, options = parser.parse_known_args()
-    runs: dict[str, Run] = {}
+    print(f"{arguments.agents} agents of {arguments.steps} calls: tokens a round, tokens a second")
+    texts = set()
     for policy in arguments.policies.split(","):
         with server(["--policy", policy, *options]) as (_, client):
-            runs[policy] = agents(client, arguments.agents, arguments.steps)
-    print(f"{arguments.agents} agents of {arguments.steps} calls: tokens a round, tokens a second")
-    for policy, run in runs.items():
-        print(f"  {policy:8} {run.accepted:5.2f} {run.num_tokens / max(run.seconds, 1e-9):8.1f}")
-    texts = {tuple(run.calls) for run in runs.values()}
+            texts.add(run_agents(policy, client, arguments.agents, arguments.steps))
     print("the same calls" if len(texts) == 1 else "THE CALLS DIFFER")
     sys.exit(len(texts) != 1)
 
 
-def agents(client: httpx.Client, num_agents: int, num_steps: int) -> Run:
-    run = Run()
+def run_agents(policy: str, client: httpx.Client, num_agents: int, num_steps: int) -> tuple[str, ...]:
+    """Prints the rates of one policy, and returns all calls that its agents made."""
+    calls: list[str] = []
+    seconds, num_rounds, num_tokens = 0.0, 0, 0
     for agent in range(num_agents):
-        cities = [CITIES[(agent + step) % len(CITIES)] for step in range(num_steps)]
         messages: list[Any] = [{"role": "system", "content": "You are an assistant who looks things up."}]
-        for city in cities:
-            ask = f"What will the weather be in {city} in the next 3 days, in celsius, with humidity?"
-            messages.append({"role": "user", "content": ask})
+        for step in range(num_steps):
+            city = CITIES[(agent + step) % len(CITIES)]
+            question = f"What will the weather be in {city} in the next 3 days, in celsius, with humidity?"
+            messages.append({"role": "user", "content": question})
             start = time.perf_counter()
-            choice = call(client, messages, temperature=0)
-            run.seconds += time.perf_counter() - start
-            numbers = choice["speculation"]
-            run.num_rounds += numbers["num_rounds"]
-            run.num_tokens += numbers["num_rounds"] + numbers["num_accepted_tokens"]
-            (made,) = choice["message"]["tool_calls"]
-            run.calls.append(made["function"]["arguments"])
+            choice = ask(client, messages)
+            seconds += time.perf_counter() - start
+            speculation = choice["speculation"]
+            num_rounds += speculation["num_rounds"]
+            num_tokens += speculation["num_rounds"] + speculation["num_accepted_tokens"]
+            (call,) = choice["message"]["tool_calls"]
+            calls.append(call["function"]["arguments"])
             result = json.dumps({"city": city, "forecast": ["sunny", "cloudy", "rain"], "humidity": 0.6})
-            messages += [choice["message"], {"role": "tool", "tool_call_id": made["id"], "content": result}]
-    return run
+            messages += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": result}]
+    print(f"  {policy:8} {num_tokens / max(num_rounds, 1):5.2f} {num_tokens / max(seconds, 1e-9):8.1f}", flush=True)
+    return tuple(calls)
 
 
-def call(client: httpx.Client, messages: list[Any], **options: Any) -> Any:
-    choice = {"type": "function", "function": {"name": NAME}}
-    body = {"messages": messages, "tools": [TOOL], "tool_choice": choice, "max_tokens": 160, **options}
+def ask(client: httpx.Client, messages: list[Any]) -> Any:
+    forced = {"type": "function", "function": {"name": NAME}}
+    body = {"messages": messages, "tools": [TOOL], "tool_choice": forced, "max_tokens": 160, "temperature": 0}
     answer = client.post(CHAT, json=body)
     if answer.status_code != 200:
         sys.exit(f"the server answered {answer.status_code}: {answer.text}")

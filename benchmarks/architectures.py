@@ -4,13 +4,11 @@
     python benchmarks/architectures.py llama gemma2    # of these
     python benchmarks/architectures.py --write docs/models.md
 
-Models are tiny and random, in fp32, with weights large enough that texts are varied: one that repeats itself proves
-little. Three prompts are decoded alone, greedily; together, padded on the left; and sampled after the same
-`torch.manual_seed`, alone and together, always with a tree in every round. For a model that is refused, the table has
-the reason.
+Models are tiny and random, in fp32. Their weights are large enough that texts are varied, since a text that repeats
+itself proves little. Three prompts are decoded greedily alone, greedily together with padding on the left, and sampled
+after the same `torch.manual_seed`, alone and together. Every round has a tree. For a refused model the table has the
+reason.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -32,27 +30,23 @@ COMMON = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
 }
-# Options beside the common ones, by transformers' name of the architecture; null takes one away. Of models that see
-# images, decoded with text alone, `text_config` is added to the common options. `plain`: without the common ones.
+# Options by transformers' name of the architecture, added to the common ones; null removes one of these. Models that
+# see images have `text_config`, to which the common options are added. `plain`: without the common options.
 ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 MULTIMODAL = [name for name, options in ARCHITECTURES.items() if "text_config" in options]
 
 
 def varied(name: str) -> PreTrainedModel:
-    """The first of some random models whose greedy text is varied; else the one whose text is the most so."""
-    best, most = None, -1
-    ids = prompts()[0][:1]
+    """The first of five random models whose greedy text is varied, or the one with the most varied text."""
+    ids, found = prompts()[0][:1], {}
     for seed in range(5):
         model = make(name, seed)
         with torch.no_grad():
-            found = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
-        count = len(found[0, ids.shape[1] :].unique())
-        if count > most:
-            best, most = model, count
-        if most >= NUM_TOKENS // 2:
+            text = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+        found.setdefault(len(text[0, ids.shape[1] :].unique()), model)
+        if max(found) >= NUM_TOKENS // 2:
             break
-    assert best is not None
-    return best
+    return found[max(found)]
 
 
 def make(name: str, seed: int) -> PreTrainedModel:
@@ -85,7 +79,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_of(name: str) -> list[str]:
-    """Cells of an architecture's line: one by one, padded together, sampled, distinct tokens, accepted; or why not."""
+    """Cells of an architecture's row: greedy, padded batch, sampled, distinct tokens, accepted; or why not."""
     try:
         model = varied(name)
     except Exception as error:
@@ -119,11 +113,8 @@ def row_of(name: str) -> list[str]:
 
 
 def table(names: list[str]) -> str:
-    lines = [
-        "| architecture | greedy | padded batch | sampled, the same seed | distinct tokens, at least | accepted |",
-        "|---|---|---|---|---|---|",
-    ]
-    refused = ["| architecture | why not |", "|---|---|"]
+    head = "| architecture | greedy | padded batch | sampled, the same seed | distinct tokens, at least | accepted |"
+    lines, refused = [head, "|---|---|---|---|---|---|"], ["| architecture | why not |", "|---|---|"]
     for name in names:
         cells = row_of(name)
         line = f"| `{name}` | {' | '.join(cells)} |"
@@ -136,11 +127,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     parser = command_line(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures as transformers names them; else all")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="architectures by transformers' names; all if not given"
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
     options = parser.parse_args()
-    unknown = set(options.names) - set(ARCHITECTURES)
-    if unknown:
+    if unknown := set(options.names) - set(ARCHITECTURES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     made = table(options.names or list(ARCHITECTURES))
     if options.write is None:

@@ -3,19 +3,15 @@
     python benchmarks/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
-closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
-`--fixed-budgets 1,3,7` adds Graft with so many nodes in every row's tree, whatever they cost, to compare with the
-budget that it chooses itself. No text is kept from turn to turn: the prefix cache is empty, and Graft's tables start
-each turn as the warm-up left them. The cost model goes on learning, as in a server.
+closed loop: a request starts when another has ended. Plain decoding and Graft take turns, and the medians of the turns
+count. `--fixed-budgets 1,3,7` adds Graft with that many nodes in every row's tree, to compare with the budget that
+Graft chooses. No text is kept between turns: the prefix cache is empty, and Graft's tables are reset to what the
+warm-up taught. The cost model continues to learn, as in a server.
 
 `--as-cost-of` makes the model as expensive as a large one (see docs/measuring.md). In fp32 all texts must be equal.
-On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import queue
 import sys
 import time
@@ -25,7 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from common import command_line, mixed_questions, numbers
+from common import add_model, add_prompts, command_line, load_pair, mixed_questions, numbers, write_json
 
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
@@ -34,8 +30,6 @@ from graft.bench.tasks import Question
 from graft.engine import Engine
 from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
-from graft.hub.registry import DEFAULT_MODEL
-from graft.loading import load, load_drafter, packaged_head, tree_settings
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -47,7 +41,7 @@ PLAIN, GRAFT = "plain", "graft"
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer: the engine that does it, and whether its rows may have trees."""
+    """A decoding method: its engine and scheduler, and whether its requests speculate."""
 
     name: str
     engine: Engine
@@ -57,7 +51,7 @@ class Method:
 
 @dataclass(eq=False)
 class Asked:
-    """A request as its user sees it; times in seconds since it was made."""
+    """One request. Times are in seconds since it was made."""
 
     job: Job
     start: float
@@ -71,7 +65,7 @@ class Asked:
 
     @property
     def per_token(self) -> float:
-        """After the first tokens, of which speculation may bring several at once."""
+        """Time per token after the first tokens, of which a round may bring several."""
         return (self.last - self.first) / max(len(self.ids) - self.num_first, 1)
 
 
@@ -101,103 +95,96 @@ class Turn:
 
 
 def main() -> None:
-    arguments = parsed()
-    engine = make_engine(arguments)
-    limits = (arguments.max_new_tokens, arguments.limit, arguments.max_prompt_tokens)
-    asked, lessons = mixed_questions(arguments.data, engine, *limits), []
-    if arguments.warmup is not None:
-        limits = (arguments.max_new_tokens, arguments.warmup_limit, arguments.max_prompt_tokens)
-        lessons = mixed_questions([arguments.warmup], engine, *limits)
-    rows = max(arguments.max_rows, *arguments.concurrency)
-    room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
+    options = parse()
+    engine = make_engine(options)
+
+    def prompts(paths: list[Path], limit: int | None) -> list[Question]:
+        return mixed_questions(paths, engine, options.max_new_tokens, limit, options.max_prompt_tokens)
+
+    asked = prompts(options.data, options.limit)
+    lessons = prompts([options.warmup], options.warmup_limit) if options.warmup is not None else []
+    rows = max(options.concurrency)
+    room = max(len(question.ids) for question in [*asked, *lessons]) + options.max_new_tokens + 256
     settings = SchedulerSettings(
         max_rows=rows,
         max_waiting=rows,
-        max_batched_tokens=arguments.max_batched_tokens,
         max_cache_tokens=rows * room,
         prefix_cache_tokens=0,
     )
-    methods = all_methods(engine, settings, arguments.fixed_budgets)
-    fp32 = engine.target.model.dtype == torch.float32
+    methods = all_methods(engine, settings, options.fixed_budgets)
     results = []
-    knowing = {method.name: method.engine.policy.state() for method in methods}
-    for concurrency in arguments.concurrency:
-        learned = dict(knowing)
+    initial = {method.name: method.engine.policy.state() for method in methods}
+    for concurrency in options.concurrency:
+        learned = dict(initial)
         for method in methods:
-            # Learns what the machine's steps cost, too, and captures those of a GPU.
-            for _ in range(arguments.warmup_turns if method.speculates else 1):
-                method.engine.policy.restore(knowing[method.name])
-                take_turn(method, lessons or asked[:concurrency], concurrency, arguments)
+            # The warm-up also measures step times, and on a GPU captures graphs.
+            for _ in range(options.warmup_turns if method.speculates else 1):
+                method.engine.policy.restore(initial[method.name])
+                take_turn(method, lessons or asked[:concurrency], concurrency, options)
             if lessons:
                 learned[method.name] = method.engine.policy.state()
         turns: dict[str, list[Turn]] = {method.name: [] for method in methods}
-        for _ in range(arguments.repeat):
+        for _ in range(options.repeat):
             for method in methods:
                 method.engine.policy.restore(learned[method.name])
-                turns[method.name].append(take_turn(method, asked, concurrency, arguments))
-        result = compared(concurrency, turns)
-        results.append(result)
-        print(line_of(result), flush=True)
-        if arguments.out is not None:
-            settings_of = {key: str(value) for key, value in vars(arguments).items()}
-            facts = {"settings": settings_of, "environment": environment(engine.target.device), "results": results}
-            arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+                turns[method.name].append(take_turn(method, asked, concurrency, options))
+        results.append(compare(concurrency, turns))
+        print(line_of(results[-1]), flush=True)
+        given = {key: str(value) for key, value in vars(options).items()}
+        facts = {"settings": given, "environment": environment(engine.target.device), "results": results}
+        write_json(options.out, facts)
     for scheduler in {method.scheduler for method in methods}:
         scheduler.close()
-    if fp32 and any(result["different_texts"] for result in results):
+    if engine.target.model.dtype == torch.float32 and any(result["different_texts"] for result in results):
         sys.exit("texts differ")
 
 
-def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int]) -> list[Method]:
-    """Plain decoding, Graft, and Graft with fixed budgets, each with a scheduler of its own over the same weights."""
-    scheduler = Scheduler(engine, settings)
-    scheduler.is_ready.wait()
-    methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
-    for budget in (budget for budget in budgets if budget > 0):  # none is plain decoding
-        old = engine.drafter
-        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else old
-        fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
-        equip(fixed, "auto")
-        methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
-        methods[-1].scheduler.is_ready.wait()
-    return methods
-
-
-def make_engine(arguments: argparse.Namespace) -> Engine:
-    """The engine of `graft serve` for this model, as dear as another if wanted."""
-    plain = load(arguments.model, draft=None, policy="off", device=arguments.device, dtype=arguments.dtype)
+def make_engine(options: argparse.Namespace) -> Engine:
+    """The engine of `graft serve` for this model, widened if asked for."""
+    plain, drafter = load_pair(options)
     model = plain.target.model
-    name = arguments.draft or (arguments.model if packaged_head(arguments.model) is not None else None)
-    tree = tree_settings("graft", model.device)
-    drafter = load_drafter(name, model, tree, plain.tokenizer) if name not in (None, "none") else None
-    if arguments.as_cost_of is not None:
-        shape = Shape.named(arguments.as_cost_of)
+    if options.as_cost_of is not None:
+        shape = Shape.named(options.as_cost_of)
         model = widen(model, shape)
-        if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
+        if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small draft model is not widened
             drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")
     return engine
 
 
-def take_turn(method: Method, asked: list[Question], concurrency: int, arguments: argparse.Namespace) -> Turn:
-    """Asks everything once, `concurrency` at a time."""
+def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int]) -> list[Method]:
+    """Plain decoding, Graft, and Graft with fixed budgets, whose engines and schedulers share the weights."""
+    scheduler = Scheduler(engine, settings)
+    methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
+    for budget in (budget for budget in budgets if budget > 0):  # a budget of 0 is plain decoding
+        old = engine.drafter
+        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else old
+        fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
+        equip(fixed, "auto")
+        methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
+    for method in methods:
+        method.scheduler.is_ready.wait()
+    return methods
+
+
+def take_turn(method: Method, asked: list[Question], concurrency: int, options: argparse.Namespace) -> Turn:
+    """Asks everything once, `concurrency` requests at a time."""
     done: queue.Queue[Asked] = queue.Queue()
-    clock = time.process_time if arguments.processor_time else time.perf_counter
-    start = clock()
+    start = time.perf_counter()
     answers: list[Asked] = []
     for number, question in enumerate(asked):
         if number >= concurrency:
             done.get()
-        answers.append(ask(method, question, arguments, done))
+        answers.append(ask(method, question, options, done))
     for _ in range(min(concurrency, len(asked))):
         done.get()
-    return Turn(clock() - start, answers)
+    return Turn(time.perf_counter() - start, answers)
 
 
-def ask(method: Method, question: Question, arguments: argparse.Namespace, done: queue.Queue[Asked]) -> Asked:
-    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": 0}
-    sequences = method.engine.new_sequences(question.ids, SamplingSettings.of(options))
+def ask(method: Method, question: Question, options: argparse.Namespace, done: queue.Queue[Asked]) -> Asked:
+    sampling = SamplingSettings(max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=0)
+    sequences = method.engine.new_sequences(question.ids, sampling)
     for sequence in sequences:
         sequence.speculates = method.speculates
 
@@ -217,42 +204,41 @@ def ask(method: Method, question: Question, arguments: argparse.Namespace, done:
     return asked
 
 
-def compared(concurrency: int, turns: dict[str, list[Turn]]) -> dict[str, Any]:
-    texts = [[answer.ids for answer in turn.answers] for both in turns.values() for turn in both]
-    different = sum(any(text != same[0] for text in same) for same in zip(*texts, strict=True))
-    rates = {method: [turn.rate for turn in its] for method, its in turns.items()}
-    middle = {method: sorted(its, key=lambda turn: turn.rate)[len(its) // 2] for method, its in turns.items()}
+def compare(concurrency: int, turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    """The figures of all methods at one concurrency; detailed ones are those of each method's median turn."""
+    texts = [[answer.ids for answer in turn.answers] for own in turns.values() for turn in own]
+    rates = {method: [turn.rate for turn in own] for method, own in turns.items()}
+    middle = {method: sorted(own, key=lambda turn: turn.rate)[len(own) // 2] for method, own in turns.items()}
+    ratios = {method: median(own) / median(rates[PLAIN]) for method, own in rates.items()}
     return {
         "concurrency": concurrency,
         "requests": len(texts[0]),
-        "ratio": median(rates[GRAFT]) / median(rates[PLAIN]),
-        "ratios": {method: median(its) / median(rates[PLAIN]) for method, its in rates.items()},
-        "different_texts": different,
+        "ratio": ratios[GRAFT],
+        "ratios": ratios,
+        "different_texts": sum(any(text != same[0] for text in same) for same in zip(*texts, strict=True)),
         "rates": rates,
         **{method: turn.figures() | {"tokens_per_second": median(rates[method])} for method, turn in middle.items()},
     }
 
 
 def line_of(result: dict[str, Any]) -> str:
-    def part(method: str) -> str:
-        its = result[method]
-        first, token = (
-            "/".join(f"{1e3 * its[name][key]:.0f}" for key in ("mean", "p50", "p95"))
-            for name in ("time_to_first_token", "time_per_token")
-        )
-        runs = ", ".join(f"{rate:.1f}" for rate in result["rates"][method])
-        return (
-            f"  {method:10} {result['ratios'][method]:6.3f} {its['tokens_per_second']:8.1f} tokens/s ({runs})  "
-            f"first {first} ms  a token {token} ms  accepted {its['mean_accepted']:.2f} a round, "
-            f"{its['nodes_per_round']:.1f} nodes, {its['passes_per_round']:.2f} draft passes, "
-            f"{its['plain_rounds']:.0%} plain"
-        )
-
-    head = (
+    lines = [
         f"concurrency {result['concurrency']}: graft is {result['ratio']:.3f} of plain, "
         f"{result['different_texts']} of {result['requests']} texts differ"
-    )
-    return "\n".join([head, *map(part, result["rates"])])
+    ]
+    for method, rates in result["rates"].items():
+        own = result[method]
+        first, token = (
+            "/".join(f"{1e3 * own[name][key]:.0f}" for key in ("mean", "p50", "p95"))
+            for name in ("time_to_first_token", "time_per_token")
+        )
+        lines.append(
+            f"  {method:10} {result['ratios'][method]:6.3f} {own['tokens_per_second']:8.1f} tokens/s "
+            f"({', '.join(f'{rate:.1f}' for rate in rates)})  first {first} ms  per token {token} ms  "
+            f"accepted {own['mean_accepted']:.2f} a round, {own['nodes_per_round']:.1f} nodes, "
+            f"{own['passes_per_round']:.2f} draft passes, {own['plain_rounds']:.0%} plain"
+        )
+    return "\n".join(lines)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -261,28 +247,20 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"mean": mean(ordered), **ranks}
 
 
-def parsed() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--draft", help="an EAGLE-3 head, or none; the packaged one of the model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--as-cost-of", metavar="SHAPE", help="llama-8b, ...")
-    parser.add_argument("--data", type=Path, action="append", required=True, help="prompts; may be repeated")
-    parser.add_argument("--limit", type=int, help="take so many prompts of each file")
+    add_model(parser)
+    add_prompts(parser, limit=None, max_new_tokens=64)
+    parser.add_argument("--as-cost-of", metavar="SHAPE", help="widen the model to this shape, such as llama-8b")
     parser.add_argument("--max-prompt-tokens", type=int, help="cut longer prompts in the middle")
-    parser.add_argument("--warmup", type=Path, help="prompts to learn from that do not count")
-    parser.add_argument("--warmup-limit", type=int, default=16, help="best as many as the most requests at once")
-    parser.add_argument("--warmup-turns", type=int, default=5, help="as it takes to find out for how many trees pay")
-    parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, as in 1,16,128")
-    parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, as in 1,3,7,15")
-    parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step, in place of the usual")
-    parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--warmup", type=Path, help="prompts to learn from, which do not count")
+    parser.add_argument("--warmup-limit", type=int, default=16, help="best at least the highest concurrency")
+    parser.add_argument("--warmup-turns", type=int, default=5, help="turns to learn at which batch sizes trees pay")
+    parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, such as 1,16,128")
+    parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, such as 1,3,7,15")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeat", type=int, default=2, help="turns of each")
-    parser.add_argument("--processor-time", action="store_true", help="count tokens a second of the processor's time")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--repeat", type=int, default=2, help="turns of each method")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     return parser.parse_args()
 
 

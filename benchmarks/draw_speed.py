@@ -6,8 +6,6 @@ A bar's height is its speed over the baseline's in the same group. Its label is 
 picture has its own colours for light and dark pages, and needs no library.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from html import escape
@@ -34,7 +32,7 @@ STYLE = """
 
 
 def draw(results: dict[str, Any]) -> str:
-    """The SVG text of one results file."""
+    """The picture of one results file as SVG text."""
     series, groups, baseline = results["series"], results["groups"], results["baseline"]
     speeds = [group["tokens_per_second"] for group in groups]
     ratios = [[one[name] / one[baseline] for name in series] for one in speeds]
@@ -46,7 +44,11 @@ def draw(results: dict[str, Any]) -> str:
     def y(ratio: float) -> float:
         return TOP + plot_height * (1 - ratio / highest)
 
-    parts = [_text(LEFT, 24, results["title"], "title"), *_legend(series)]
+    parts, x = [_text(LEFT, 24, results["title"], "title")], LEFT
+    for place, name in enumerate(series):  # the legend
+        parts.append(f'<rect class="bar{place}" x="{x}" y="39" width="12" height="12" rx="2"/>')
+        parts.append(_text(x + 18, 50, name, "legend"))
+        x += 40 + 8 * len(name)
     parts.append(_text(WIDTH - RIGHT, 50, f"height of a bar: speed over {baseline}", "tick"))
     for half in range(int(2 * highest) + 1):
         ratio = half / 2
@@ -67,15 +69,6 @@ def draw(results: dict[str, Any]) -> str:
     label = escape(results["title"], quote=True)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
-
-
-def _legend(series: list[str]) -> list[str]:
-    parts, x = [], LEFT
-    for place, name in enumerate(series):
-        parts.append(f'<rect class="bar{place}" x="{x}" y="39" width="12" height="12" rx="2"/>')
-        parts.append(_text(x + 18, 50, name, "legend"))
-        x += 40 + 8 * len(name)
-    return parts
 
 
 def _text(x: float, y: float, words: str, kind: str) -> str:

@@ -1,119 +1,112 @@
-"""How many tokens a second do SGLang (with and without Graft's plugin) and vLLM give, at so many requests at a time?
+"""How many tokens a second do SGLang (with and without Graft's plugin) and vLLM give, by number of concurrent requests?
 
     python benchmarks/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \\
         --warmup DIR/warmup.json --method eagle3 --steps 3 --topk 1 --places 4
 
-`benchmarks/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Every number of requests has
-prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice, since Graft knows an answer that it
-has given before. All methods are asked the same. `--turns N` asks methods that learn nothing the first `--limit`
-prompts at every number of requests, N times, as `batched_serving.py` does, and the medians count. `--method graft`
-needs GRAFT_SGLANG=1, as the plugin does anywhere.
+`benchmarks/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Each concurrency has its own
+64 prompts (48 for one request at a time), since Graft remembers answers that it has given. All methods are asked the
+same prompts. For methods that learn nothing, `--turns N` asks the first `--limit` prompts N times at every concurrency,
+as `batched_serving.py` does, and the medians count. `--method graft` needs GRAFT_SGLANG=1, as the plugin always does.
 
-One process measures one setting. `--compare` says how many texts differ from those that another process wrote with
+One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
 `--out`.
-"""
 
-from __future__ import annotations
+`--chi-square` tests whether tokens that SGLang samples with Graft's plugin are distributed as the target says. It takes
+a prompt whose first answer token is almost certain and whose second is not, and draws two tokens 8,000 times. The
+prefill draws the first token, so the second one is tested, which the verify draws. The expected probabilities are those
+that SGLang returns for that verify, since a prefill's differ in bf16.
+"""
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Coroutine
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-Answer = tuple[list[int], int]  # token ids, and in how many steps after the prefill (0: the engine does not say)
+Answer = tuple[list[int], int]  # token ids, and the number of decode steps (0: the engine does not report it)
+CONTEXT = 4096
+CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128)  # batch sizes with CUDA graphs
+NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once for trees of full size
+NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
+EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 
 
-def arguments(description: str | None = __doc__) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--head", help="an EAGLE-3 head, or with --method draft_model a model")
+    parser.add_argument("--head", help="an EAGLE-3 head, or a model with --method draft_model")
     parser.add_argument("--ids", required=True, help="a JSON list of prompts as token ids")
     parser.add_argument("--method", choices=["off", "eagle3", "draft_model", "graft"], default="off")
     parser.add_argument("--steps", type=int, default=3, help="draft passes of a round")
     parser.add_argument("--topk", type=int, default=1, help="SGLang: branches of its tree")
-    parser.add_argument("--places", type=int, default=4, help="SGLang: places of the verify, the root among them")
-    parser.add_argument("--warmup", help="a JSON list of other prompts, asked before")
-    parser.add_argument("--concurrency", default="1,4,16,64", help="numbers of requests; each has prompts of its own")
-    parser.add_argument("--only", help="only these of them")
+    parser.add_argument("--places", type=int, default=4, help="SGLang: tokens verified in a round, with the root")
+    parser.add_argument("--warmup", help="a JSON list of other prompts, which are asked first")
+    parser.add_argument("--concurrency", default="1,4,16,64", help="numbers of concurrent requests")
+    parser.add_argument("--only", help="measure only these of them")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
-    parser.add_argument("--seed", type=int, help="requests draw by this seed plus their number")
+    parser.add_argument("--seed", type=int, help="each request draws with this seed plus its number")
     parser.add_argument("--stop-id", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=64, help="prompts of each number of requests")
-    parser.add_argument("--turns", type=int, help="ask the same prompts at every number of requests, so many times")
-    parser.add_argument("--no-graphs", action="store_true", help="SGLang: without CUDA graphs of a decode step")
-    parser.add_argument(
-        "--prefill-graphs", type=int, default=512, help="SGLang: prompts up to so many tokens are read by CUDA graphs"
-    )
+    parser.add_argument("--limit", type=int, default=64, help="prompts for each concurrency")
+    parser.add_argument("--turns", type=int, help="ask the same prompts at every concurrency, this many times")
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
     parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
     parser.add_argument("--prefix-cache", action="store_true")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--cache-tokens", type=int, default=60000, help="SGLang's KV cache")
-    parser.add_argument("--cache-gib", type=float, default=8.0, help="vLLM's KV cache")
-    parser.add_argument("--memory", type=float, help="the engine's fraction of the GPU (0.85 SGLang, 0.25 vLLM)")
-    parser.add_argument("--log", default="error")
-    parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs have written by --out")
+    parser.add_argument("--chi-square", action="store_true", help="SGLang: test the distribution of sampled tokens")
+    parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs wrote with --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
     options = parser.parse_args()
     if options.engine == "vllm" and options.method == "graft":
         parser.error("Graft has a plugin for SGLang only")
     if (os.environ.get("GRAFT_SGLANG", "") == "1") != (options.method == "graft"):
-        parser.error("GRAFT_SGLANG=1 belongs to --method graft, and to no other")
+        parser.error("--method graft needs GRAFT_SGLANG=1, and the other methods must not have it")
+    if options.chi_square and options.engine != "sglang":
+        parser.error("--chi-square needs log-probabilities that only SGLang returns")
     if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
-        parser.error("--turns is at least 1, and for methods that keep nothing of a prompt asked before")
-    if options.memory is None:
-        options.memory = 0.85 if options.engine == "sglang" else 0.25
+        parser.error("--turns must be at least 1, and cannot be used with --method graft or --prefix-cache")
     return options
 
 
 class SGLang:
-    """SGLang's `Engine`, as its server has it."""
+    """SGLang's `Engine`, set up as in its server."""
 
-    def __init__(self, options: argparse.Namespace, most: int) -> None:
+    def __init__(self, options: argparse.Namespace, max_requests: int) -> None:
         import sglang
 
         self._options = options
-        self._engine = sglang.Engine(**self._arguments(most))
-
-    def _arguments(self, most: int) -> dict[str, Any]:
-        options = self._options
-        sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128) if size <= most]
         flags: dict[str, Any] = dict(
             model_path=options.model,
             dtype=options.dtype,
-            context_length=options.context,
-            max_running_requests=most,
-            mem_fraction_static=options.memory,
-            max_total_tokens=options.cache_tokens,
+            context_length=CONTEXT,
+            max_running_requests=max_requests,
+            mem_fraction_static=0.85,
+            max_total_tokens=60_000,
             attention_backend="triton",
             sampling_backend="pytorch",
             grammar_backend="none",
             page_size=1,
             disable_radix_cache=not options.prefix_cache,
             disable_overlap_schedule=options.no_overlap,
-            cuda_graph_bs_decode=sizes,
-            cuda_graph_max_bs_decode=most,
-            log_level=options.log,
+            cuda_graph_bs_decode=[size for size in CAPTURED if size <= max_requests],
+            cuda_graph_max_bs_decode=max_requests,
+            cuda_graph_max_bs_prefill=512,
+            enable_deterministic_inference=options.deterministic,
+            log_level="error",
             random_seed=0,
         )
-        if options.no_graphs:
-            flags |= dict(disable_decode_cuda_graph=True)
-        if options.prefill_graphs:
-            flags |= dict(cuda_graph_max_bs_prefill=options.prefill_graphs)
-        else:
-            flags |= dict(disable_prefill_cuda_graph=True)
-        if options.deterministic:
-            flags |= dict(enable_deterministic_inference=True)
+        self.name = options.method
         if options.method != "off":
+            self.name += f" steps {options.steps} topk {options.topk} places {options.places}"
             flags |= dict(
                 speculative_algorithm="EAGLE3",
                 speculative_draft_model_path=head_for_sglang(options.head),
@@ -121,7 +114,7 @@ class SGLang:
                 speculative_eagle_topk=options.topk,
                 speculative_num_draft_tokens=options.places,
             )
-        return flags
+        self._engine = sglang.Engine(**flags)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -133,55 +126,49 @@ class SGLang:
         answer = await self.generate(prompt, number)
         return list(answer["output_ids"]), answer["meta_info"].get("spec_verify_ct", 0)
 
-    async def generate(self, prompt: list[int], number: int, num_likeliest: int = 0, **more: Any) -> Any:
-        """SGLang's answer. num_likeliest: so many tokens with their log-probabilities at every place."""
+    async def generate(self, prompt: list[int], number: int, top_k: int = 0, **more: Any) -> Any:
+        """SGLang's answer. top_k: how many log-probabilities it returns at every position."""
         options = self._options
         settings = dict(
             temperature=options.temperature, max_new_tokens=options.max_new_tokens, stop_token_ids=[options.stop_id]
         )
         if options.seed is not None:
             settings["sampling_seed"] = options.seed + number
-        extra: dict[str, Any] = dict(return_logprob=True, top_logprobs_num=num_likeliest) if num_likeliest else {}
+        extra: dict[str, Any] = dict(return_logprob=True, top_logprobs_num=top_k) if top_k else {}
         return await self._engine.async_generate(input_ids=prompt, sampling_params=settings | more, **extra)
-
-    def name(self) -> str:
-        options = self._options
-        if options.method == "off":
-            return "off"
-        return f"{options.method} steps {options.steps} topk {options.topk} places {options.places}"
 
     def counters(self) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
 
 
 class VLLM:
-    """vLLM's `AsyncLLM`, as its server has it."""
+    """vLLM's `AsyncLLM`, set up as in its server."""
 
-    def __init__(self, options: argparse.Namespace, most: int) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+    def __init__(self, options: argparse.Namespace, max_requests: int) -> None:
         self._options = options
+        self.name = "off" if options.method == "off" else f"{options.method} {options.steps} drafts"
         speculation = dict(method=options.method, model=options.head, num_speculative_tokens=options.steps)
         self._flags: dict[str, Any] = dict(
             model=options.model,
             dtype=options.dtype,
-            max_model_len=options.context,
-            max_num_seqs=most,
-            gpu_memory_utilization=options.memory,
-            kv_cache_memory_bytes=int(options.cache_gib * 2**30),
+            max_model_len=CONTEXT,
+            max_num_seqs=max_requests,
+            gpu_memory_utilization=0.25,
+            kv_cache_memory_bytes=8 * 2**30,
             enable_prefix_caching=options.prefix_cache,
             disable_log_stats=False,
             speculative_config=None if options.method == "off" else speculation,
         )
         if options.no_overlap:
             self._flags |= dict(async_scheduling=False)
-        self._make: Callable[[], Any] = lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**self._flags))
-        self._engine: Any = None
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         async def run() -> None:
-            self._engine = self._make()  # in the loop that it will be asked in
+            # The engine must be made in the event loop that will ask it.
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._flags))
             try:
                 await work
             finally:
@@ -204,12 +191,8 @@ class VLLM:
             last = output
         return list(last.outputs[0].token_ids), 0
 
-    def name(self) -> str:
-        options = self._options
-        return "off" if options.method == "off" else f"{options.method} {options.steps} drafts"
-
     def counters(self) -> tuple[float, float, float]:
-        """vLLM's own counts of verified chains, of drafted and of accepted tokens."""
+        """vLLM's counts of verified chains, drafted tokens and accepted tokens."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens"]
@@ -222,10 +205,10 @@ class VLLM:
 
 
 def head_for_sglang(head: str) -> str:
-    """A copy of the head's folder whose config names the class that SGLang loads it with; weights are linked."""
+    """A copy of the head's folder whose config names the class that SGLang loads it with. Weights are linked."""
     source = Path(head).resolve()
     config = json.loads((source / "config.json").read_text())
-    if config.get("architectures") == ["LlamaForCausalLMEagle3"]:
+    if config.get("architectures") == [EAGLE3]:
         return str(source)
     copy = source.with_name(source.name + "-sglang")
     copy.mkdir(exist_ok=True)
@@ -233,32 +216,28 @@ def head_for_sglang(head: str) -> str:
         link = copy / f".{os.getpid()}.{file.name}"
         link.symlink_to(file)
         link.replace(copy / file.name)
-    config["architectures"] = ["LlamaForCausalLMEagle3"]
     written = copy / f".{os.getpid()}.config.json"
-    written.write_text(json.dumps(config, indent=2))
+    written.write_text(json.dumps(config | {"architectures": [EAGLE3]}, indent=2))
     written.replace(copy / "config.json")
     return str(copy)
 
 
-def departures(ours: list[list[int]], theirs: list[list[int]]) -> str:
+def differences(ours: list[list[int]], theirs: list[list[int]]) -> str:
     """How many texts differ, and after how many equal tokens."""
-    firsts = []
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
-            pairs = enumerate(zip(mine, other, strict=False))
-            firsts.append(next((n for n, (a, b) in pairs if a != b), min(len(mine), len(other))))
-    firsts.sort()
-    return f"{len(firsts)} of {min(len(ours), len(theirs))} texts depart" + (f", first at {firsts}" if firsts else "")
+    pairs = list(zip(ours, theirs, strict=False))
+    equal = [takewhile(lambda tokens: tokens[0] == tokens[1], zip(*p, strict=False)) for p in pairs if p[0] != p[1]]
+    firsts = sorted(len(list(tokens)) for tokens in equal)
+    return f"{len(firsts)} of {len(pairs)} texts differ" + (f", first at {firsts}" if firsts else "")
 
 
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:
     print(f"engine started in {time.perf_counter() - begun:.1f} s", flush=True)
     prompts = json.loads(Path(options.ids).read_text())
-    others = json.loads(Path(options.warmup).read_text()) if options.warmup else []
-    every = [int(part) for part in options.concurrency.split(",")]
-    if len(others) < max(sizes):
-        raise SystemExit(f"{max(sizes)} prompts are needed to warm up, not {len(others)}: --warmup")
-    needed = options.limit * (len(every) if options.turns is None else 1)
+    lessons = json.loads(Path(options.warmup).read_text()) if options.warmup else []
+    all_sizes = numbers(options.concurrency)
+    if len(lessons) < max(sizes):
+        raise SystemExit(f"--warmup must have at least {max(sizes)} prompts, not {len(lessons)}")
+    needed = options.limit * (len(all_sizes) if options.turns is None else 1)
     if len(prompts) < needed:
         raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {needed} are needed")
     results: list[dict[str, Any]] = []
@@ -274,45 +253,104 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         answers = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(asked)))
         return time.perf_counter() - started, list(answers)
 
-    await turn(others, min(max(sizes), 8))
+    await turn(lessons, min(max(sizes), 8))
     for size in sizes:
-        first = every.index(size) * options.limit
+        first = all_sizes.index(size) * options.limit
         asked = prompts[first : first + (options.limit if size > 1 else 3 * options.limit // 4)]
         if options.turns is not None:
             asked = prompts[: options.limit]
-        await turn(others[:size], size)
+        await turn(lessons[:size], size)
         rates = []
         for _ in range(options.turns or 1):
             before = engine.counters()
             seconds, answers = await turn(asked, size)
             rates.append(sum(len(ids) for ids, _ in answers) / seconds)
-        # What follows but the rate is of the last turn.
+        # All figures but the rate are those of the last turn.
         chains, drafted, accepted = (now - then for now, then in zip(engine.counters(), before, strict=True))
         texts, steps = [ids for ids, _ in answers], sum(steps for _, steps in answers)
-        # The prefill gives the first token of each text, and every step one that was not drafted.
+        # The prefill gives the first token of each text, and every step gives one token that was not drafted.
         num_decoded = sum(map(len, texts)) - len(texts)
         steps = steps or num_decoded - accepted
-        a_step = num_decoded / steps if steps else 1.0
-        words = f", {drafted / chains:.2f} drafts each" if chains else ""
+        per_step = num_decoded / steps if steps else 1.0
+        drafts = f", {drafted / chains:.2f} drafts each" if chains else ""
         rate = median(rates)
         runs = f" ({', '.join(f'{each:.1f}' for each in rates)})" if len(rates) > 1 else ""
-        print(
-            f"{options.engine} {engine.name()}, {size} at once: {rate:.1f} tokens/s{runs}, "
-            f"{a_step:.2f} tokens a step{words}",
-            flush=True,
-        )
-        results.append({"concurrency": size, "rate": rate, "rates": rates, "accepted": a_step, "answers": texts})
+        line = f"{options.engine} {engine.name}, {size} at once: {rate:.1f} tokens/s{runs}, "
+        print(line + f"{per_step:.2f} tokens a step{drafts}", flush=True)
+        results.append({"concurrency": size, "rate": rate, "rates": rates, "accepted": per_step, "answers": texts})
         for path in map(Path, options.compare):
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
                 if other["concurrency"] == size:
-                    print(f"  against {path.stem}: {departures(texts, other['answers'])}", flush=True)
+                    print(f"  against {path.stem}: {differences(texts, other['answers'])}", flush=True)
         if options.out:
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
 
 
+async def draw_and_compare(options: argparse.Namespace, engine: SGLang) -> None:
+    """The chi-square test of sampled tokens."""
+    import torch
+
+    prompt, first = await choose_prompt(options, engine)
+    room, begun = asyncio.Semaphore(DRAWN_AT_ONCE), time.perf_counter()
+
+    async def draw(number: int) -> tuple[list[int], dict[int, float]]:
+        async with room:
+            answer = await engine.generate(prompt, number, TOP_K, ignore_eos=True, stop_token_ids=None)
+            return list(answer["output_ids"]), probabilities(answer, 1)
+
+    drawn = await asyncio.gather(*(draw(number) for number in range(NUM_DRAWS)))
+    second = [(ids[1], expected) for ids, expected in drawn if ids[0] == first]
+    expected_of: Counter[int] = Counter()
+    for _, expected in second:
+        expected_of.update(expected)
+    seen_of = Counter(token for token, _ in second)
+    bins = [token for token, count in expected_of.most_common() if count >= 5]
+    seen, expected = [seen_of[token] for token in bins], [expected_of[token] for token in bins]
+    rest = len(second) - sum(expected)
+    if rest >= 5:
+        seen.append(len(second) - sum(seen))
+        expected.append(rest)
+    chi = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+    freedom = torch.tensor((len(expected) - 1) / 2).double()
+    p_value = float(torch.special.gammaincc(freedom, torch.tensor(chi / 2).double()))
+    print(
+        f"chi-square {chi:.1f} with {len(expected) - 1} degrees of freedom over {len(second)} draws of {len(drawn)} "
+        f"({options.method}, seeds {'fresh' if options.seed is None else 'given'}): p = {p_value:.3f}; "
+        f"{time.perf_counter() - begun:.0f} s; seen {seen[:8]}, expected {[round(e) for e in expected[:8]]}",
+        flush=True,
+    )
+
+
+async def choose_prompt(options: argparse.Namespace, engine: SGLang) -> tuple[list[int], int]:
+    """A prompt whose first token is almost certain and whose second is as open as possible, and that first token."""
+    best, chosen = -1.0, None
+    for prompt in json.loads(Path(options.ids).read_text())[:NUM_TRIED]:
+        answer = await engine.generate(prompt, 0, TOP_K, temperature=0.0)
+        first, probability = max(probabilities(answer, 0).items(), key=lambda each: each[1])
+        entropy = -sum(p * math.log(p) for p in probabilities(answer, 1).values() if p > 0)
+        if probability > 0.9 and probability * entropy > best:
+            best, chosen = probability * entropy, (prompt, first)
+    if chosen is None:
+        raise SystemExit("no prompt has an almost certain first token")
+    return chosen
+
+
+def probabilities(answer: Any, position: int) -> dict[int, float]:
+    return {token: math.exp(value) for value, token, _ in answer["meta_info"]["output_top_logprobs"][position]}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
-    options = arguments()
-    sizes = [int(part) for part in (options.only or options.concurrency).split(",")]
+    options = parse()
+    if options.chi_square:
+        options.prefix_cache, options.temperature, options.max_new_tokens = True, 1.0, 2
+        engine = SGLang(options, DRAWN_AT_ONCE)
+        engine.run(draw_and_compare(options, engine))
+        return
+    sizes = numbers(options.only or options.concurrency)
     begun = time.perf_counter()
     engine = (SGLang if options.engine == "sglang" else VLLM)(options, max(sizes))
     engine.run(measure(options, engine, sizes, begun))

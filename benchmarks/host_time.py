@@ -3,18 +3,16 @@
     python benchmarks/host_time.py --rows 1 4 16 64
     python benchmarks/host_time.py --rows 64 --plain --profile
 
-The scheduler, the policy and the captured runners are the real ones, over a tiny model, but nothing that a GPU would
-replay is run. A simulated device takes its place: every replay keeps it busy for as long as an 8B model takes on an
-H200, events happen when it has come so far, and its results are made up so that some drafted tokens are accepted. The
-clock is the thread's processor time, without what the simulation takes. Native code has one thread, so that it is
-counted whole. What launches and transfers cost the host on a real GPU is missing; their counts are shown.
+The scheduler, the policy and the captured runners are the real ones, over a tiny model. CUDA graphs are replaced by a
+simulated device: each replay keeps it busy for as long as an 8B model takes on an H200, events complete when it reaches
+them, and its results are made up so that some drafted tokens are accepted. The clock is the thread's processor time,
+without that of the simulation. Native code runs in one thread, so that all of it is counted. What launches and
+transfers cost the host on a real GPU is missing; their counts are shown.
 
-Columns, milliseconds a round (medians): `host`, from the moment a step's results are there to the launch of the next
-step; `behind`, what the host does while the step runs; `idle`, how long the device has nothing to do; `round`. Then the
-means of the clock's phases, and of tokens and nodes by row.
+Columns are medians in milliseconds per round. `host`: from the arrival of a step's results to the launch of the next
+step. `behind`: work of the host while the step runs. `idle`: time in which the device has nothing to do. `round`: the
+whole round. Then come the means of the clock's phases, and of tokens and nodes per row.
 """
-
-from __future__ import annotations
 
 import argparse
 import cProfile
@@ -23,6 +21,7 @@ import statistics
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +43,28 @@ from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 from graft.tree.native import native
 
-STEP, STEP_OF_TOKEN, DRAFT, OTHER = 5.3e-3, 8e-6, 0.12e-3, 0.03e-3  # seconds on the device
-SIZES = {1: 32, 4: 64, 16: 128, 64: 256, 1024: 512}  # tokens of a step with trees, by rows up to which
-PASSES = {1: 5, 4: 5, 16: 4, 64: 3, 1024: 3}
+STEP, STEP_PER_TOKEN, DRAFT, OTHER = 5.3e-3, 8e-6, 0.12e-3, 0.03e-3  # seconds on the device
+SIZES = {1: 32, 4: 64, 16: 128, 64: 256, 1024: 512}  # tokens of a step with trees, by the most rows
+PASSES = {1: 5, 4: 5, 16: 4, 64: 3, 1024: 3}  # draft passes, by the most rows
 RIGHT = 0.72  # share of positions at which the drafter is right
 
-_real = time.thread_time  # of the scheduler's thread alone: whatever else the machine does counts little
+_thread_time = time.thread_time  # before it is patched; of the scheduler's thread alone
 
 
 class Device:
-    """The device that is played, and the clock that goes with it."""
+    """The simulated device and its clock."""
 
     def __init__(self) -> None:
         self.offset = self.busy_until = 0.0
         self.waited = self.idle = 0.0
         self.counts: Counter[str] = Counter()
-        self.launched: list[tuple[float, float, float]] = []  # of steps: when, waited and idle so far
-        self.judged: list[tuple[float, float]] = []  # of steps: when the host knew the results, waited so far
-        self.asked: list[float] = []  # of steps: when the host began to wait
-        self.profile, self.is_profiled = cProfile.Profile(), False  # of what `host` is
+        self.launched: list[tuple[float, float, float]] = []  # per step: launch time, waited and idle so far
+        self.known: list[tuple[float, float]] = []  # per step: when the host knew the results, waited so far
+        self.asked: list[float] = []  # per step: when the host began to wait
+        self.profile, self.is_profiled = cProfile.Profile(), False  # covers the time that `host` counts
 
     def now(self) -> float:
-        return _real() + self.offset
+        return _thread_time() + self.offset
 
     def replay(self, seconds: float) -> None:
         now = self.now()
@@ -80,8 +79,8 @@ class Device:
             self.waited += ahead
 
 
-class Player:
-    """What the device would have computed: the texts' true tokens, of which the drafter knows many."""
+class Simulation:
+    """Made-up results of the device: a fixed text for each request, of which the drafter knows many tokens."""
 
     def __init__(self, story: list[int], vocab_size: int) -> None:
         self.story = np.array(story)
@@ -91,9 +90,12 @@ class Player:
     def truth(self, numbers: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return self.story[(numbers * 7919 + positions) % len(self.story)]
 
+    @property
+    def sequences(self) -> list[Any]:
+        return self.scheduler._sequences if self.scheduler is not None else []
+
     def numbers(self, num_rows: int) -> np.ndarray:
-        sequences = self.scheduler._sequences if self.scheduler is not None else []
-        own = [sequence.number for sequence in sequences]
+        own = [sequence.number for sequence in self.sequences]
         return np.array((own + [0] * num_rows)[:num_rows])
 
     def step(self, buffers: Any, size: int) -> None:
@@ -107,10 +109,9 @@ class Player:
 
     def level(self, number: int, level: Any) -> None:
         num_rows, count = level.tokens.shape
-        sequences = self.scheduler._sequences if self.scheduler is not None else []
-        if len(sequences) != num_rows:
+        if len(self.sequences) != num_rows:
             return
-        positions = np.array([len(sequence.ids) for sequence in sequences]) + number
+        positions = np.array([len(sequence.ids) for sequence in self.sequences]) + number
         numbers = self.numbers(num_rows)
         is_right = (numbers * 31 + positions * 101) % 97 < RIGHT * 97
         right = self.truth(numbers, positions)
@@ -125,15 +126,13 @@ class Player:
         self.count = count
 
 
-def play(device: Device, player: Player) -> None:
-    """Puts the device in the place of what a GPU does."""
+def patch(device: Device, simulation: Simulation) -> None:
+    """Replaces everything that a GPU does by the simulated device."""
 
-    def unseen(function: Any, *args: Any) -> Any:
-        start = _real()
-        try:
-            return function(*args)
-        finally:
-            device.offset -= _real() - start
+    def uncounted(function: Any, *args: Any) -> None:
+        start = _thread_time()
+        function(*args)
+        device.offset -= _thread_time() - start
 
     def captured(self: Captures, key: tuple[Any, ...], run: Any, moving: Any = ()) -> Any:
         if key in self.steps:
@@ -146,14 +145,12 @@ def play(device: Device, player: Player) -> None:
                 device.launched.append((device.now(), device.waited, device.idle))
                 if device.is_profiled:
                     device.profile.disable()
-                device.replay(STEP + STEP_OF_TOKEN * key[2])
-                unseen(player.step, buffers, key[2])
+                device.replay(STEP + STEP_PER_TOKEN * key[2])
+                uncounted(simulation.step, buffers, key[2])
 
         else:
-            seconds = DRAFT if "expand" in key or "root" in key or "ahead" in key or "read" in key else OTHER
-
-            def replay() -> None:
-                device.replay(seconds)
+            seconds = DRAFT if {"expand", "root", "ahead", "read"} & set(key) else OTHER
+            replay = partial(device.replay, seconds)
 
         self.steps[key] = replay
         return replay
@@ -168,15 +165,15 @@ def play(device: Device, player: Player) -> None:
     def wait_for(self: TargetRunner, verified: Any) -> None:
         device.asked.append(device.now())
         verified.step.ready.wait()
-        device.judged.append((device.now(), device.waited))
+        device.known.append((device.now(), device.waited))
         if device.is_profiled:
             device.profile.enable()
 
     sent = CapturedEagle3Drafter._sent
 
-    def played_level(self: CapturedEagle3Drafter, state: Any, number: int) -> Any:
+    def simulated_level(self: CapturedEagle3Drafter, state: Any, number: int) -> Any:
         level = sent(self, state, number)
-        unseen(player.level, number, level)
+        uncounted(simulation.level, number, level)
         return level
 
     copy = torch.Tensor.copy_
@@ -190,7 +187,7 @@ def play(device: Device, player: Player) -> None:
     Event.record, Event.wait = record, wait  # type: ignore[method-assign]
     TargetRunner.wait_for = wait_for  # type: ignore[method-assign]
     TargetRunner.synchronize = lambda self: device.wait_until(device.busy_until)  # type: ignore[method-assign]
-    CapturedEagle3Drafter._sent = played_level  # type: ignore[method-assign]
+    CapturedEagle3Drafter._sent = simulated_level  # type: ignore[method-assign]
     walk_kernels.follow = lambda *args: device.replay(OTHER)
     torch.Tensor.copy_ = copy_  # type: ignore[method-assign]
 
@@ -208,51 +205,41 @@ def make_engine(tokenizer: Any, draft: bool) -> Engine:
     return Engine(model, tokenizer, drafter=CapturedEagle3Drafter(head) if draft else None)
 
 
-def decide(budget: Any, num_rows: int, plain: bool) -> None:
-    """Every round does the same, so that what it takes can be compared: decisions are made, but not followed."""
+def fix_decisions(budget: Any, num_rows: int, plain: bool) -> None:
+    """Makes all rounds alike, so that their times can be compared: decisions are computed, but not followed."""
     size = next(size for limit, size in SIZES.items() if num_rows <= limit)
     num_passes = next(count for limit, count in PASSES.items() if num_rows <= limit)
-    best, more, may_propose = budget.best, budget.num_passes, budget.may_propose
 
-    def chosen(plans: Any) -> Any:
-        best(plans)
-        return min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size))
+    def instead(decide: Any, fixed: Any) -> Any:
+        return lambda *args: (decide(*args), fixed(*args))[1]
 
-    def further(num_rows: int, num_done: int, reach: float) -> int:
-        more(num_rows, num_done, reach)
-        return max(num_passes - num_done, 0)
-
-    def looks(num_rows: int) -> bool:
-        may_propose(num_rows)
-        return not plain
-
-    budget.best, budget.num_passes, budget.may_propose = chosen, further, looks
+    budget.best = instead(budget.best, lambda plans: min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size)))
+    budget.num_passes = instead(budget.num_passes, lambda _, num_done, reach: max(num_passes - num_done, 0))
+    budget.may_propose = instead(budget.may_propose, lambda _: not plain)
 
 
-def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: Device, player: Player) -> None:
+def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: Device, simulation: Simulation) -> None:
     engine = make_engine(tokenizer, draft=not given.off)
-    decide(engine.policy.budget, num_rows, given.plain)  # type: ignore[attr-defined]
+    fix_decisions(engine.policy.budget, num_rows, given.plain)  # type: ignore[attr-defined]
     settings = SchedulerSettings(max_rows=num_rows, max_waiting=2 * num_rows + 8, max_cache_tokens=num_rows * 5120)
-    scheduler = Scheduler(engine, settings)
-    player.scheduler = scheduler
+    scheduler = simulation.scheduler = Scheduler(engine, settings)
     scheduler.is_ready.wait()
-    for moments in (device.launched, device.judged, device.asked):
+    for moments in (device.launched, device.known, device.asked):
         moments.clear()
     done, all_jobs = threading.Event(), []
-    begun: dict[str, Any] = {}
+    marks: list[dict[str, Any]] = []  # the counters at the first and at the last round that count
+    first_round: list[int] = []  # number of launches when the batch was full and the warm-up rounds were over
 
     def submit() -> None:
         sampling = SamplingSettings(max_new_tokens=given.answer, ignore_eos=True, seed=0)
-        sequence = engine.new_sequences([1], sampling)[0]
-        prompt = player.truth(np.array([sequence.number]), np.arange(200)).tolist()
-        number = sequence.number
+        number = engine.new_sequences([1], sampling)[0].number
+        prompt = simulation.truth(np.array([number]), np.arange(200)).tolist()
         sequence = engine.new_sequences(prompt, sampling)[0]
         sequence.number, sequence.speculates = number, not given.off
-        job = Job([sequence], hear)
-        all_jobs.append(job)
-        scheduler.submit(job)
+        all_jobs.append(Job([sequence], listen))
+        scheduler.submit(all_jobs[-1])
 
-    def hear(news: Update | Failure) -> None:
+    def listen(news: Update | Failure) -> None:
         if isinstance(news, Failure):
             print(news)
             done.set()
@@ -261,86 +248,76 @@ def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: De
 
     step = scheduler._step
 
-    def counted() -> None:
+    def watched_step() -> None:
         step()
-        count = len(scheduler._sequences)
-        if not begun and count == num_rows:
-            begun["at"] = len(device.launched) + given.warm_up
-        if begun and len(device.launched) >= begun["at"] and "start" not in begun:
-            begun.update(
-                start=len(device.launched), seconds=dict(scheduler._clock.seconds), counts=device.counts.copy()
-            )
-            begun.update(stats=stats(), time=device.now())
+        if not first_round and len(scheduler._sequences) == num_rows:
+            first_round.append(len(device.launched) + given.warm_up)
+        if first_round and not marks and len(device.launched) >= first_round[0]:
+            marks.append(counters())
             device.is_profiled = given.profile
-        if "start" in begun and len(device.launched) >= begun["start"] + given.rounds and not done.is_set():
+        if marks and len(device.launched) >= marks[0]["launched"] + given.rounds and not done.is_set():
             device.profile.disable()
             device.is_profiled = False
-            begun.update(after=dict(scheduler._clock.seconds), all=device.counts.copy(), ended=device.now())
-            begun.update(last=stats(), end=len(device.launched))
+            marks.append(counters())
             done.set()
 
-    def stats() -> tuple[int, int, int, int]:
-        each = [job.sequences[0].stats for job in all_jobs]
-        return (
-            sum(s.rounds for s in each),
-            sum(s.tokens for s in each),
-            sum(s.nodes for s in each),
-            sum(s.draft_passes for s in each),
-        )
+    def counters() -> dict[str, Any]:
+        stats = [job.sequences[0].stats for job in all_jobs]
+        names = ("rounds", "tokens", "nodes", "draft_passes")
+        totals = [sum(getattr(own, name) for own in stats) for name in names]
+        now = {"launched": len(device.launched), "time": device.now(), "stats": totals}
+        return now | {"phases": dict(scheduler._clock.seconds), "counts": device.counts.copy()}
 
-    scheduler._step = counted  # type: ignore[method-assign]
+    scheduler._step = watched_step  # type: ignore[method-assign]
     for _ in range(num_rows):
         submit()
     done.wait()
     for job in all_jobs:
         scheduler.cancel(job)
     scheduler.close()
-    first, last = begun["start"], begun["end"]
-    launched, judged, asked = device.launched, device.judged, device.asked
-    rounds = range(first, last - 1)
-    host = [(launched[i + 1][0] - judged[i][0]) - (launched[i + 1][1] - judged[i][1]) for i in rounds]
+    print_rounds(num_rows, device, *marks)
+    if given.profile:
+        pstats.Stats(device.profile).sort_stats("tottime").print_stats(60)
+
+
+def print_rounds(num_rows: int, device: Device, start: dict[str, Any], end: dict[str, Any]) -> None:
+    launched, known, asked = device.launched, device.known, device.asked
+    rounds = range(start["launched"], end["launched"] - 1)
+    host = [(launched[i + 1][0] - known[i][0]) - (launched[i + 1][1] - known[i][1]) for i in rounds]
     behind = [asked[i] - launched[i][0] for i in rounds]
     idle = [launched[i + 1][2] - launched[i][2] for i in rounds]
     whole = [launched[i + 1][0] - launched[i][0] for i in rounds]
-    medians = [1e3 * statistics.median(values) for values in (host, behind, idle, whole)]
-    num = last - first
-    phases = {name: 1e3 * (begun["after"][name] - begun["seconds"].get(name, 0.0)) / num for name in begun["after"]}
-    outside = 1e3 * (begun["ended"] - begun["time"]) / num - sum(phases.values())
-    counts = {name: (begun["all"][name] - begun["counts"][name]) / num for name in begun["all"]}
-    row_rounds, tokens, nodes, passes = (b - a for a, b in zip(begun["stats"], begun["last"], strict=True))
-    print(f"{num_rows:4d} rows" + "".join(f"{value:9.3f}" for value in medians), end="   ")
-    print(
-        ", ".join(f"{name} {value:.3f}" for name, value in sorted(phases.items())), f"outside {outside:.3f}", end=" | "
-    )
-    print(
-        f"{tokens / row_rounds:.2f} tokens, {nodes / row_rounds:.1f} nodes, {passes / row_rounds:.1f} passes", end=" "
-    )
-    print("| " + ", ".join(f"{value:.1f} {name}" for name, value in sorted(counts.items())), flush=True)
-    if given.profile:
-        pstats.Stats(device.profile).sort_stats(given.sort).print_stats(given.top)
+    medians = "".join(f"{1e3 * statistics.median(values):9.3f}" for values in (host, behind, idle, whole))
+    num = end["launched"] - start["launched"]
+    phases = {name: 1e3 * (after - start["phases"].get(name, 0.0)) / num for name, after in end["phases"].items()}
+    phases["outside"] = 1e3 * (end["time"] - start["time"]) / num - sum(phases.values())
+    counts = {name: (after - start["counts"][name]) / num for name, after in end["counts"].items()}
+    row_rounds, tokens, nodes, passes = (b - a for a, b in zip(start["stats"], end["stats"], strict=True))
+    by_phase = ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
+    by_count = ", ".join(f"{value:.1f} {name}" for name, value in sorted(counts.items()))
+    per_row = f"{tokens / row_rounds:.2f} tokens, {nodes / row_rounds:.1f} nodes, {passes / row_rounds:.1f} passes"
+    print(f"{num_rows:4d} rows{medians}   {by_phase} | {per_row} | {by_count}", flush=True)
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64], help="requests decoded together")
-    parser.add_argument("--rounds", type=int, default=200, help="that count")
+    parser.add_argument("--rounds", type=int, default=200, help="rounds that count")
     parser.add_argument("--warm-up", type=int, default=60, help="rounds before them")
-    parser.add_argument("--answer", type=int, default=3000, help="tokens of an answer; others follow")
-    parser.add_argument("--plain", action="store_true", help="the policy never looks for trees")
+    parser.add_argument("--answer", type=int, default=3000, help="tokens of an answer; a new request follows it")
+    parser.add_argument("--plain", action="store_true", help="the policy may not propose")
     parser.add_argument("--off", action="store_true", help="no speculation at all")
     parser.add_argument("--profile", action="store_true", help="show the functions that take longest")
-    parser.add_argument("--sort", default="tottime")
-    parser.add_argument("--top", type=int, default=60)
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(model_folder("smollm2-135m"))
-    docs = Path(__file__).parent.parent / "docs"
-    story = tokenizer.encode("\n".join(path.read_text() for path in sorted(docs.glob("*.md"))), verbose=False)
+    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    story = tokenizer.encode("\n".join(page.read_text() for page in pages), verbose=False)
     print(f"{'':9s}{'host':>9s}{'behind':>9s}{'idle':>9s}{'round':>9s}   phases")
     native().graft_use_threads(1)
-    device, player = Device(), Player(story, 49152)
-    play(device, player)
+    device, simulation = Device(), Simulation(story, 49152)
+    patch(device, simulation)
     for num_rows in given.rows:
-        measure(num_rows, given, tokenizer, device, player)
+        measure(num_rows, given, tokenizer, device, simulation)
 
 
 if __name__ == "__main__":

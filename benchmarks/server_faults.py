@@ -2,15 +2,14 @@
 
     python benchmarks/server_faults.py [--soak 20] [serve options ...]
 
-Each line says what was done, what was seen and whether that is right. The exit status is how many are wrong.
+Each line says what was done, what happened, and whether that is right. The exit status is the number of wrong lines.
 
-`--soak` adds so many minutes of mixed load: requests streamed and whole, greedy and sampled, constrained, plain beside
-speculating, cancelled and invalid. It prints the server's resident memory by the minute, to find leaks. After the load
-no request may run and no page of the KV cache be in use.
+`--soak` adds minutes of mixed load: requests that are streamed or whole, greedy or sampled, constrained, plain,
+cancelled or invalid. It prints the server's resident memory every minute, to find leaks. After the load no request may
+be running and no page of the KV cache may be in use.
 """
 
-from __future__ import annotations
-
+import math
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ wrong: list[str] = []
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument(
-        "--soak", type=float, default=0, metavar="MINUTES", help="mixed load for so long before the end"
-    )
+    parser.add_argument("--soak", type=float, default=0, metavar="MINUTES", help="add mixed load for this long")
     arguments, options = parser.parse_known_args()
     port = free_port()
     with server(options, port) as (process, client):
@@ -75,9 +73,7 @@ def malformed(client: httpx.Client) -> None:
 def gone_clients(client: httpx.Client) -> None:
     for _ in range(4):
         with client.stream("POST", CHAT, json={**STORY, "stream": True, "max_tokens": 2000}) as response:
-            for number, _ in enumerate(response.iter_lines()):
-                if number > 4:
-                    break
+            list(islice(response.iter_lines(), 6))
     with suppress(httpx.TimeoutException):
         client.post(CHAT, json={**STORY, "max_tokens": 2000}, timeout=2)
     deadline = time.monotonic() + 10
@@ -106,7 +102,7 @@ def flood(client: httpx.Client, count: int) -> None:
 
 
 def terminated(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
-    """A stream that is under way when the server is told to stop comes to its end."""
+    """Checks that a stream which runs when the server is told to stop is completed."""
     lines: list[str] = []
     with client.stream("POST", CHAT, json={**STORY, "stream": True, "max_tokens": 100}) as response:
         for line in response.iter_lines():
@@ -118,19 +114,17 @@ def terminated(process: subprocess.Popen[bytes], client: httpx.Client) -> None:
 
 
 def soak(process: subprocess.Popen[bytes], client: httpx.Client, minutes: float) -> None:
-    """Mixed load by six users. Freed memory is returned when the next request comes: the least of a minute counts."""
+    """Mixed load by six users. Freed memory is returned at the next request, so each minute's minimum counts."""
     end, seen = time.monotonic() + 60 * minutes, Counter[Any]()
     users = [threading.Thread(target=use, args=(str(client.base_url), number, end, seen)) for number in range(6)]
     for user in users:
         user.start()
-    megabytes: list[float] = []  # the least of each minute
-    while time.monotonic() < end:
-        minute = min(time.monotonic() + 60, end)
-        megabytes.append(resident_megabytes(process.pid))
-        while time.monotonic() < minute:
+    for minute in range(1, math.ceil(minutes) + 1):
+        lowest, until = resident_megabytes(process.pid), min(time.monotonic() + 60, end)
+        while time.monotonic() < until:
             time.sleep(2)
-            megabytes[-1] = min(megabytes[-1], resident_megabytes(process.pid))
-        print(f"{len(megabytes):4} min {megabytes[-1]:8.1f} MB  {dict(seen)}", flush=True)
+            lowest = min(lowest, resident_megabytes(process.pid))
+        print(f"{minute:4} min {lowest:8.1f} MB  {dict(seen)}", flush=True)
     for user in users:
         user.join()
     for _ in range(3):
@@ -141,24 +135,22 @@ def soak(process: subprocess.Popen[bytes], client: httpx.Client, minutes: float)
 
 
 def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
-    """Asks one request after the other, of any kind, until the end."""
-    chance = random.Random(number)
+    """Sends one request of a random kind after the other, until the end."""
+    rng = random.Random(number)
     prompts = [prompt.text for task in built_in_tasks() for prompt in task.prompts]
     with httpx.Client(base_url=url, timeout=600) as client:
         while time.monotonic() < end:
-            body: dict[str, Any] = {"max_tokens": chance.randint(1, 48), "seed": chance.randrange(1000)}
-            body["temperature"] = chance.choice([0.0, 0.7, 1.0])
-            body |= chance.choice(
+            body: dict[str, Any] = {"max_tokens": rng.randint(1, 48), "seed": rng.randrange(1000)}
+            body["temperature"] = rng.choice([0.0, 0.7, 1.0])
+            body |= rng.choice(
                 [{}, {}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}, {"speculate": False}, {"return_rounds": True},
                  {"response_format": {"type": "json_object"}}, {"stop": ["\n"]}, {"tools": []}]
             )  # fmt: skip
-            body["messages"] = [{"role": "user", "content": chance.choice(prompts)}]
-            streams = chance.random() < 0.5
+            body["messages"] = [{"role": "user", "content": rng.choice(prompts)}]
+            streams = rng.random() < 0.5
             with client.stream("POST", CHAT, json=body | {"stream": streams}) as response:
-                leaves = chance.random() < 0.15
-                for place, _ in enumerate(response.iter_lines()):
-                    if leaves and place > 3:
-                        break
+                most = 5 if rng.random() < 0.15 else None  # some users leave early
+                list(islice(response.iter_lines(), most))
             seen[response.status_code] += 1
 
 

@@ -1,45 +1,32 @@
 """How long does a step of the target take, by tree width and context, and how far is it from the memory's limit?
 
     python benchmarks/step_time.py --out step_time.json
-    python benchmarks/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
     python benchmarks/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
     python benchmarks/step_time.py --shape llama-1b5 --width 1 --width 64 --context 2000 --without-overlap
 
-Models have random weights in bfloat16. `graph` is a step's CUDA graph alone, `verify` all of `TargetRunner.verify`
-until the device is done, `eager` the same verify by transformers' own forward. `limit` is the time to read weights,
-keys and values once at the bandwidth of a copy measured in the same run, `ratio` graph over limit. Steps are padded to
-the next of the sizes in `cuda_graphs.STEP_SIZES`.
+Models have random weights in bfloat16. `graph` is the CUDA graph of a step alone. `verify` is all of
+`TargetRunner.verify` until the device is done. `limit` is the time to read weights, keys and values once, at the
+bandwidth of a copy measured in the same run. `ratio` is graph over limit. Steps are padded to the next size in
+`cuda_graphs.STEP_SIZES`.
 
 `--without-overlap` also times a graph whose launches do not overlap (see `kernels/overlap.py`), in turns with the usual
 one, and compares the bits of their logits.
 """
 
-from __future__ import annotations
-
+import argparse
 import gc
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import common
 import torch
-from common import (
-    DEVICE,
-    DTYPE,
-    MODELS,
-    TINY,
-    add_dry_run,
-    command_line,
-    copy_bandwidth,
-    make_model,
-    milliseconds,
-    require_gpu,
-)
-from transformers import PreTrainedModel
-from tree_attention import Tree, random_tree
+from tree_attention import random_tree
 
-from graft.model import KVCache, TargetRunner
+from graft.model import KVCache
 from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import overlap
@@ -59,16 +46,12 @@ class Line:
     graph_ms: float
     verify_ms: float
     limit_ms: float
-    eager_ms: float | None
     apart_ms: float | None = None  # of a graph whose launches do not overlap
-    has_same_bits: bool | None = None  # as that one
+    has_same_bits: bool | None = None  # as that graph
 
     def __str__(self) -> str:
-        eager = f"{self.eager_ms:9.3f}" if self.eager_ms is not None else f"{'':9s}"
-        times = f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{eager}"
-        line = (
-            f"{self.shape:14s}{self.context:8d}{self.rows:6d}{self.width:6d}{times}{self.graph_ms / self.limit_ms:8.2f}"
-        )
+        line = f"{self.shape:14s}{self.context:8d}{self.rows:6d}{self.width:6d}"
+        line += f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{self.graph_ms / self.limit_ms:8.2f}"
         if self.apart_ms is not None:
             line += f"   without overlap {self.apart_ms:.3f} ({self.apart_ms / self.limit_ms:.2f}), "
             line += "same bits" if self.has_same_bits else "OTHER BITS"
@@ -76,104 +59,93 @@ class Line:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--shape", action="append", choices=MODELS, help="may be repeated; all if not given")
+    parser = common.command_line(__doc__)
+    parser.add_argument("--shape", action="append", choices=common.MODELS, help="may be repeated; all if not given")
     parser.add_argument("--rows", type=int, default=1, help="texts verified together")
     parser.add_argument("--width", action="append", type=int, help="nodes of a row's tree; may be repeated")
     parser.add_argument("--context", action="append", type=int, help="tokens of each text; may be repeated")
-    parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
-    parser.add_argument("--exact", action="store_true", help="all products by our own kernel, also where it is slower")
-    parser.add_argument("--without-overlap", action="store_true", help="launches that do not overlap too")
+    parser.add_argument("--exact", action="store_true", help="use our own kernel for all products, even if slower")
+    parser.add_argument("--without-overlap", action="store_true", help="also time launches that do not overlap")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    add_dry_run(parser)
-    options = parser.parse_args()
-    require_gpu(parser, options.dry_run)
+    options = common.parse_with_dry_run(parser)
 
-    models = {name: MODELS[name] for name in options.shape or MODELS}
+    models = {name: common.MODELS[name] for name in options.shape or common.MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
-        models, widths, contexts, copied = {"tiny": (TINY, 64)}, (1, 2), (70,), 2**20
-    bandwidth = copy_bandwidth(copied)
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
-    print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
-    heads = ("graph", "verify", "limit", "eager")
-    print(
-        f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{''.join(f'{head:>9s}' for head in heads)}{'ratio':>8s}"
-    )
-    lines: list[Line] = []
-    memory: dict[str, dict[str, int]] = {}
-    for shape_name, (shape, vocab) in models.items():
-        model = make_model(shape, vocab, max(contexts) + 256)
-        print(f"{shape_name}: {why_not(model) or 'fused layers'}")
+        models, widths, contexts, copied = {"tiny": (common.TINY, 64)}, (1, 2), (70,), 2**20
+    bandwidth = common.copy_bandwidth(copied)
+    facts: dict[str, Any] = {"device": common.device_name(), "dtype": str(common.DTYPE), "bandwidth": bandwidth}
+    print(f"{facts['device']}, {facts['dtype']}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
+    print(f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{'graph':>9s}{'verify':>9s}{'limit':>9s}{'ratio':>8s}")
+    memory, lines = facts["memory"], facts["lines"] = {}, []
+    for name, (shape, vocab) in models.items():
+        model = common.make_model(shape, vocab, max(contexts) + 256)
+        print(f"{name}: {why_not(model) or 'fused layers'}")
         target = CapturedTarget(model, exact=options.exact)
-        for context in contexts:
-            for width in widths:
-                line = time_step(
-                    shape_name,
-                    target,
-                    context,
-                    options.rows,
-                    width,
-                    bandwidth,
-                    options.against == "eager",
-                    options.without_overlap,
-                )
-                lines.append(line)
-                print(line, flush=True)
-                write(options.out, name, bandwidth, lines, memory)
-        weights = sum(p.nbytes for p in model.parameters())
-        memory[shape_name] = {"weights": weights, **target.memory_report()}
-        print("memory:", ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in memory[shape_name].items()))
-        write(options.out, name, bandwidth, lines, memory)
+        for context, width in product(contexts, widths):
+            line = time_step(name, target, context, width, bandwidth, options)
+            print(line, flush=True)
+            lines.append(asdict(line))
+            common.write_json(options.out, facts)
+        memory[name] = {"weights": sum(p.nbytes for p in model.parameters()), **target.memory_report()}
+        print("memory:", ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in memory[name].items()))
+        common.write_json(options.out, facts)
         del model, target
         gc.collect()
-        if DEVICE.type == "cuda":
+        if common.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def time_step(
-    name: str,
-    target: CapturedTarget,
-    context: int,
-    rows: int,
-    width: int,
-    bandwidth: float,
-    with_eager: bool,
-    without_overlap: bool = False,
+    name: str, target: CapturedTarget, context: int, width: int, bandwidth: float, options: argparse.Namespace
 ) -> Line:
-    cache = target.open(rows, context + width)
+    cache = target.open(options.rows, context + width)
     for stored in cache.store.stored:
         stored.normal_()
-    set_lengths(cache, context)
-    tree = trees_of(random_tree(width), rows)
+    for row in cache.rows:
+        row.length = context
+    tree = trees_of(width, options.rows)
     run = captured(target, cache, tree)
-    read = num_weight_bytes(target.model) + rows * context * cache.store.bytes_per_token
+
+    def verify() -> None:
+        target.verify(cache, tree)
+        target.synchronize()
+
+    # Every step reads all weights but the embeddings.
+    read = sum(p.nbytes for name, p in target.model.named_parameters() if "embed_tokens" not in name)
+    read += options.rows * context * cache.store.bytes_per_token
     line = Line(
         name,
         context,
-        rows,
+        options.rows,
         width,
-        graph_ms=milliseconds(run),
-        verify_ms=milliseconds(lambda: verify(target, cache, tree), each=True),
+        graph_ms=common.milliseconds(run),
+        verify_ms=common.milliseconds(verify, each=True),
         limit_ms=read / bandwidth * 1e3,
-        eager_ms=eager_milliseconds(target.model, context, tree) if with_eager else None,
     )
-    if without_overlap:
+    if options.without_overlap:
         compare_overlap(line, target, cache, tree)
     cache.release()
     return line
 
 
+def trees_of(width: int, rows: int) -> DraftTree:
+    """The same random tree for every row. Its tokens do not matter for the time."""
+    paths = random_tree(width).paths
+    parents = torch.tensor([[([0, *path])[-2] for path in paths]]).repeat(rows, 1)
+    zeros = torch.zeros_like(parents)
+    return DraftTree(max(map(len, paths)), zeros, parents, zeros.float(), zeros, zeros)
+
+
 def captured(target: CapturedTarget, cache: KVCache, tree: DraftTree) -> Run:
-    """The step's graph."""
+    """The graph of the step."""
     target.verify(cache, tree)
     if target._graphs.failure is not None:
         sys.exit(f"not captured: {target._graphs.failure}")
-    steps = {key: run for key, run in target._graphs.steps.items() if key[0] == "step"}
     context = max(row.length for row in cache.rows)
-    return steps[
-        min((key for key in steps if key[2] >= tree.num_tokens and key[3] >= context), key=lambda key: key[2:])
-    ]
+    steps = [key for key in target._graphs.steps if key[0] == "step"]
+    fitting = [key for key in steps if key[2] >= tree.num_tokens and key[3] >= context]
+    return target._graphs.steps[min(fitting, key=lambda key: key[2:])]
 
 
 def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: DraftTree) -> None:
@@ -181,55 +153,17 @@ def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: Dr
     runs, logits, times = [], [], ([], [])
     for is_on in (True, False):
         overlap.is_on = is_on
-        target._graphs.forget()  # the graphs; those that are kept here live on
+        target._graphs.forget()  # the graphs that `runs` keeps live on
         runs.append(captured(target, cache, tree))
         runs[-1]()
         logits.append(target._graphs.buffers[0].logits[: tree.num_tokens].clone())
     overlap.is_on = True
     for _ in range(TURNS):
         for run, own in zip(runs, times, strict=True):
-            own.append(milliseconds(run))
+            own.append(common.milliseconds(run))
     line.graph_ms, line.apart_ms = (statistics.median(own) for own in times)
     line.has_same_bits = torch.equal(*(each.view(torch.int32) for each in logits))
     target._graphs.forget()
-
-
-def trees_of(tree: Tree, rows: int) -> DraftTree:
-    """The same tree for so many rows; what its tokens are does not matter to the clock."""
-    parents = torch.tensor([[([0, *path])[-2] for path in tree.paths]]).repeat(rows, 1)
-    nothing = torch.zeros_like(parents)
-    return DraftTree(max(map(len, tree.paths)), nothing, parents, nothing.float(), nothing, nothing)
-
-
-def set_lengths(cache: KVCache, length: int) -> None:
-    """What the committed tokens hold does not matter to the clock."""
-    for row in cache.rows:
-        row.length = length
-
-
-def eager_milliseconds(model: PreTrainedModel, context: int, tree: DraftTree) -> float:
-    target = TargetRunner(model)
-    cache = target.open(len(tree.tokens), context + tree.width)
-    set_lengths(cache, context)
-    return milliseconds(lambda: verify(target, cache, tree), each=True)
-
-
-def verify(target: TargetRunner, cache: KVCache, tree: DraftTree) -> None:
-    target.verify(cache, tree)
-    target.synchronize()
-
-
-def num_weight_bytes(model: PreTrainedModel) -> int:
-    """Of the weights that every step reads: all but the embeddings."""
-    return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-
-
-def write(
-    path: Path | None, device: str, bandwidth: float, lines: list[Line], memory: dict[str, dict[str, int]]
-) -> None:
-    if path is not None:
-        facts = {"device": device, "dtype": str(DTYPE), "bandwidth": bandwidth, "memory": memory}
-        path.write_text(json.dumps({**facts, "lines": [asdict(line) for line in lines]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

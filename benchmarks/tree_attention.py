@@ -1,36 +1,34 @@
 """How fast is attention over a tree, beside SDPA with a mask or SGLang's kernel, and are its bits plain decoding's?
 
-    python benchmarks/tree_attention.py
-    python benchmarks/tree_attention.py --shape 8b --width 64 --tiles keys=32,prefix_stages=4
+    python benchmarks/tree_attention.py --shape 8b --width 64
     python benchmarks/tree_attention.py --sglang
 
-Times are of one layer in microseconds, from a CUDA graph that runs through many layers, so that no keys wait in the L2
-cache. Our keys lie in pages of any order, those of SDPA side by side. `read` is the time to read keys and values once,
-at the bandwidth of a copy measured in the same run. Every line also says whether nodes got the bits of plain decoding,
-and how far the result is from SDPA's. The exit status is 1 if bits differ.
+Times are microseconds of one layer, from a CUDA graph that runs through many layers, so that no keys are in the L2
+cache. Our keys lie in pages in random order, those of SDPA side by side. `read` is the time to read keys and values
+once, at the bandwidth of a copy measured in the same run. Every line also says whether nodes have the bits of plain
+decoding, and the largest difference from SDPA. The exit status is 1 if bits differ.
 
-`--sglang` times the verify of SGLang 0.5.15 by its own Triton kernel and by the plugin's, for an 8B Llama.
+`--sglang` times the verify attention of SGLang 0.5.15, by its own Triton kernel and by the plugin's, for an 8B Llama.
 """
-
-from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
-from common import DEVICE, FAR_FROM_CACHED, add_dry_run, command_line, copy_bandwidth, microseconds, require_gpu
+from common import DEVICE, command_line, copy_bandwidth, device_name, microseconds, parse_with_dry_run
 from torch import Tensor, nn
 
 from graft.model.attention import attend
-from graft.model.kernels.attention import PAGE, Tiles, plan, scratch_size, tiles_for, tree_attention
+from graft.model.kernels.attention import PAGE, plan, scratch_size, tiles_for, tree_attention
 from graft.model.layout import Layout
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
-NUM_CHECKED = 8  # nodes decoded plainly
+NUM_CHECKED = 8  # nodes that are also decoded plainly
+GRAPH_BYTES = 512e6  # read by a timed graph, far more than the device's cache holds
 SGLANG_CASES = ((1, 48, 300), (1, 48, 2000), (4, 32, 300), (16, 8, 300), (32, 4, 300), (64, 1, 300))
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 
@@ -40,11 +38,8 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES, help="heads of this model; may be repeated")
     parser.add_argument("--width", action="append", type=int, help="nodes of the tree; may be repeated")
     parser.add_argument("--context", action="append", type=int, help="tokens before it; may be repeated")
-    parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=32,warps=8")
-    parser.add_argument("--sglang", action="store_true", help="SGLang's verify instead")
-    add_dry_run(parser)
-    options = parser.parse_args()
-    require_gpu(parser, options.dry_run)
+    parser.add_argument("--sglang", action="store_true", help="time SGLang's verify attention instead")
+    options = parse_with_dry_run(parser)
     if options.sglang:
         time_sglang()
         return
@@ -53,36 +48,27 @@ def main() -> None:
     if options.dry_run:
         shapes, widths, contexts, copied = {"tiny": (2, 1, 16)}, (1, 3), (70,), 2**20
     bandwidth = copy_bandwidth(copied)
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
-    print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{device_name()}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'shape':14s}{'context':>8s}{'width':>6s}{'graft':>9s}{'sdpa':>9s}{'read':>9s}  bits, error")
-    num_wrong = 0
-    for shape in shapes:
-        for context in contexts:
-            for width in widths:
-                for changes in options.tiles or [{}]:
-                    num_wrong += not is_right(shape, shapes[shape], width, context, changes, bandwidth)
+    cases = product(shapes.items(), contexts, widths)
+    num_wrong = sum(not is_right(*named, width, context, bandwidth) for named, context, width in cases)
     if num_wrong:
         sys.exit(f"{num_wrong} lines are wrong")
 
 
-def is_right(
-    name: str, shape: tuple[int, int, int], width: int, context: int, changes: dict[str, int], bandwidth: float
-) -> bool:
-    """Times one case and prints its line; whether its bits are plain decoding's and its result near SDPA's."""
-    case = Case(*shape, width, context, replace(tiles_for(shape[2], DTYPE), **changes))
+def is_right(name: str, shape: tuple[int, int, int], width: int, context: int, bandwidth: float) -> bool:
+    """Times one case, prints its line, and checks that its bits are plain decoding's and its result near SDPA's."""
+    case = Case(*shape, width, context)
     layers = range(len(case.keys))
     ours, sdpa = (microseconds(run, layers) for run in (case.by_kernels, case.by_sdpa))
     num_differ, error, read = case.nodes_that_differ(), case.error(), case.read_bytes / bandwidth * 1e6
     bits = f"{num_differ} nodes differ" if num_differ else "same"
-    tiles = "".join(f" {name}={value}" for name, value in changes.items())
-    line = f"{name:14s}{context:8d}{width:6d}{ours:9.1f}{sdpa:9.1f}{read:9.1f}  {bits}, {error:.1e}{tiles}"
-    print(line, flush=True)
+    print(f"{name:14s}{context:8d}{width:6d}{ours:9.1f}{sdpa:9.1f}{read:9.1f}  {bits}, {error:.1e}", flush=True)
     return not num_differ and error <= 0.02
 
 
 class Tree:
-    """One tree, by the parents of its nodes."""
+    """One tree, given by the parents of its nodes."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.width = len(parents)
@@ -91,7 +77,7 @@ class Tree:
             self.paths.append([*self.paths[parent], node] if node else [0])
 
     def strips(self) -> Tensor:
-        """[width] int32, as a `Layout` has them"""
+        """`Layout.strips` of the tree, [width] int32."""
         numbers: list[int] = []
         for path in self.paths:
             parent = path[-2] if path[1:] else None
@@ -103,7 +89,7 @@ class Tree:
         return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
     def padded_paths(self) -> Tensor:
-        """[width, longest] int32"""
+        """`Layout.paths` of the tree, [width, longest] int32."""
         longest = max(map(len, self.paths))
         padded = [path + [0] * (longest - len(path)) for path in self.paths]
         return torch.tensor(padded, dtype=torch.int32, device=DEVICE)
@@ -117,15 +103,15 @@ class Tree:
 
 
 class Case:
-    """A tree of one row over random layers."""
+    """A tree of one row over layers of random keys and values."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles, is_chain: bool = False
+        self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, is_chain: bool = False
     ) -> None:
-        self.context, self.tiles = context, tiles
+        self.context, self.tiles = context, tiles_for(head_dim, DTYPE)
         self.tree = Tree([max(node - 1, 0) for node in range(width)]) if is_chain else random_tree(width)
         layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
-        num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
+        num_layers = min(max(round(GRAPH_BYTES / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
         num_layers = 1 if is_chain else num_layers
         num_pages = -(-(context + width) // PAGE)
         shape = (num_layers, (num_pages + 1) * PAGE, kv_heads, head_dim)
@@ -135,9 +121,9 @@ class Case:
         index = torch.arange(context + width, device=DEVICE)
         self.slots = pages[index // PAGE] * PAGE + index % PAGE
         self.layout = layout_of(self.tree, context, pages)
-        # What a step has once for all layers.
-        self.plan = plan(self.layout, heads // kv_heads, tiles)
-        self.scratch = torch.empty(scratch_size(self.layout, heads, head_dim, tiles), device=DEVICE)
+        # A step makes these once for all layers.
+        self.plan = plan(self.layout, heads // kv_heads, self.tiles)
+        self.scratch = torch.empty(scratch_size(self.layout, heads, head_dim, self.tiles), device=DEVICE)
         seen = nn.functional.pad(self.tree.ancestors(), (context, 0), value=True)[None]
         mask = torch.zeros(seen.shape, dtype=DTYPE, device=DEVICE).masked_fill_(~seen, -torch.inf)
         self.mask = mask[:, None].repeat(1, 1, heads // kv_heads, 1)
@@ -148,7 +134,7 @@ class Case:
         return tree_attention(self.query, keys, values, self.layout, self.plan, tiles=self.tiles, scratch=self.scratch)
 
     def by_sdpa(self, layer: int) -> Tensor:
-        """Over the first slots, whatever text they hold: the time is the same."""
+        """Attention over the first slots: which text they hold does not change the time."""
         num_keys = self.mask.shape[3]
         return self._attended(self.keys[layer, :num_keys], self.values[layer, :num_keys])
 
@@ -162,13 +148,13 @@ class Case:
         return attend(query, key, value, self.mask)[0].transpose(0, 1).flatten(1)
 
     def nodes_that_differ(self) -> int:
-        """How many of a few nodes get other bits than the same token decoded plainly.
+        """How many of some nodes get other bits than in plain decoding.
 
-        They are nodes of the tree, and of a chain that reaches over the end of a block and of a split.
+        Nodes are taken from the tree, and from a chain that crosses the end of a block and of a split.
         """
         width, heads, head_dim = self.query.shape
         kv_heads, end_of_split = self.keys.shape[2], self.context // 1024 * 1024
-        chain = Case(heads, kv_heads, head_dim, width, max(end_of_split - 8, 56), self.tiles, is_chain=True)
+        chain = Case(heads, kv_heads, head_dim, width, max(end_of_split - 8, 56), is_chain=True)
         return sum(case.count_differences() for case in (self, chain))
 
     def count_differences(self) -> int:
@@ -190,7 +176,7 @@ class Case:
 
 
 def layout_of(tree: Tree, context: int, pages: Tensor) -> Layout:
-    """A step of one row."""
+    """The layout of a step with one row."""
     width, row = tree.width, torch.zeros(1, dtype=torch.int32, device=DEVICE)
     return Layout(
         rows=row.repeat(width),
@@ -212,12 +198,8 @@ def random_tree(width: int) -> Tree:
     return Tree([0, *(rng.randrange(node) for node in range(1, width))])
 
 
-def parse_tiles(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in (item.split("=") for item in text.split(",") if item)}
-
-
 def time_sglang() -> None:
-    """Prints, for each case, microseconds of a layer by SGLang's kernel and by ours."""
+    """Prints the microseconds of a layer by SGLang's kernel and by ours, for each case."""
     from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
     from graft.integrations.sglang.kernels import verify_attention

@@ -233,7 +233,7 @@ def test_named_shapes_are_as_large_as_their_names_say():
     ("spec", "message"),
     [
         ("lama-8b", "unknown shape 'lama-8b': did you mean 'llama-8b'?"),
-        ("layers=3,hidden=64", "does not say intermediate, heads, kv_heads, head_dim"),
+        ("layers=3,hidden=64", "lacks intermediate, heads, kv_heads, head_dim"),
         (f"{SPEC},depth=3", "unknown setting 'depth'"),
         (SPEC.replace("hidden=72", "hidden=many"), "hidden must be a positive whole number, not 'many'"),
         (SPEC.replace("kv_heads=4", "kv_heads=5"), "heads must be a multiple of kv_heads, but 12 is not one of 5"),

@@ -573,9 +573,9 @@ def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspac
 def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace):
     model, short = model_for(byte_level), {"num_hidden_layers": 1, "max_position_embeddings": 512}
     options = {"tokenizer": byte_level, "profile": None}
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: behind that it does not draft"):
+    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, it does not draft"):
         load(model, draft=model_for(metaspace, 1, **short), draft_tokenizer=metaspace, **options)
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: behind that its drafts are poor"):
+    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, its drafts are poor"):
         load(model, draft=model_for(byte_level, 1, **short), draft_tokenizer=byte_level, **options)
 
 
@@ -610,7 +610,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
     for name, start, words_of_it in (
         ("changes", "error: ", "does not restore text"),
         ("nothing", "error: ", "config.json is missing: give the folder of a draft head or a model"),
-        ("short", "warning: ", "is 512 tokens and the target's is 1,024: behind that it does not draft"),
+        ("short", "warning: ", "is 512 tokens and the target's is 1,024: beyond it, it does not draft"),
         ("large", "warning: ", "has more parameters than the target"),
     ):
         (line,) = found[name].err.splitlines()

@@ -622,7 +622,7 @@ def test_texts_that_are_not_known_whole_give_the_plain_text_and_a_warning(sglang
     decode(sglang, [one])
     assert one.output_ids[:60].tolist() == plain(one)[:60]
     assert [record.message for record in caplog.records] == [
-        "requests do not end in the token that is decoded next: Graft retrieves badly"
+        "requests do not end with the token to be decoded next: Graft retrieves badly"
     ]
 
 

@@ -207,7 +207,7 @@ def test_images_are_read_by_the_models_own_forward_and_answers_decoded_with_tree
             texts.append(result.sequences)
         assert torch.equal(*texts)
         assert sum(stats.nodes for stats in result.stats) > 0
-    with pytest.raises(ValueError, match="a drafter reads tokens alone"):
+    with pytest.raises(ValueError, match="a drafter reads tokens only"):
         model.generate(ids, custom_generate=graft.decode, draft="early-exit:1", **options)
 
 

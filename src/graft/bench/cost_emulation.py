@@ -1,7 +1,7 @@
 """Cost emulation: widens a small model and its draft head to a large model's shape without changing their output.
 
-Text, drafts and accepted lengths stay the small model's; memory traffic and arithmetic become the large shape's.
-Added weights are random where their results are thrown away, and zero where they would reach the small model's output.
+Text, drafts and accepted lengths stay the small model's. Memory traffic and arithmetic become the large shape's. Added
+weights are zero where they would change the small model's output, and random elsewhere.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from graft.settings import require
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
-_NOISE = 0.02  # standard deviation of random weights: their products stay far from overflow in every dtype
+_NOISE = 0.02  # standard deviation of random weights, small enough that no product overflows in any dtype
 _SEED = 0
-_ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # what a frequency becomes is a matter of its own value only
+_ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # types that change each frequency by its own value only
 
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
-    """A Llama of that shape that computes what `model` computes, on its device and in its dtype.
+    """A Llama of this shape that computes what `model` computes, on the same device and in the same dtype.
 
-    Added layers come after the model's own, so a head reads its features from the same layers as before.
+    Added layers come after the model's own, so a head reads its features from the same layers.
     """
     if not isinstance(model, LlamaForCausalLM):
         raise GraftError(f"{type(model).__name__} cannot be widened: only a Llama can, such as the default model")
@@ -45,7 +45,7 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
     wide_config = deepcopy(config)
     wide_config.update({**shape.attention_and_mlp, "num_hidden_layers": shape.layers})
     wide_config.rms_norm_eps = config.rms_norm_eps * small.hidden / shape.hidden
-    with torch.device("meta"):  # laid out only: each weight is made once, where it stays
+    with torch.device("meta"):  # no memory yet: `_Widener` makes each weight once
         wide = LlamaForCausalLM(wide_config)
     _check_room(wide, model)
 
@@ -99,7 +99,7 @@ def widen_head(head: Eagle3Head | BlockHead, shape: Shape, model: LlamaForCausal
 
 
 def _wide_eagle3(head: Eagle3Head, sizes: dict[str, Any], widener: _Widener) -> Eagle3Head:
-    """A wide head with what only EAGLE-3 heads have."""
+    """A wide head with the parts that only EAGLE-3 heads have."""
     config = head.config
     with torch.device("meta"):
         wide = Eagle3Head(replace(config, **sizes))
@@ -113,11 +113,11 @@ def _wide_eagle3(head: Eagle3Head, sizes: dict[str, Any], widener: _Widener) -> 
 
 
 def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> BlockHead:
-    """A wide head with what only block heads have."""
+    """A wide head with the parts that only block heads have."""
     config, channels = head.config, widener.channels
     inner = config.conditional_size or config.intermediate_size
     wide_inner = sizes["intermediate_size"]
-    if config.conditional_size is not None:  # grows as the layers' does, to a size that products are fast with
+    if config.conditional_size is not None:  # grows like the layers' size, to a multiple of 64 for fast products
         wide_inner = 64 * math.ceil(inner * wide_inner / config.intermediate_size / 64)
         sizes = sizes | {"conditional_size": wide_inner}
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> Bl
         widener.fill(its.d, own.d, channels, neurons, noise=False)
         widener.norm(its.norm, own.norm, channels)
     rank = torch.arange(config.markov_rank)
-    if config.markov is not None:  # the tables are of ranks and tokens, and stay as they are
+    if config.markov is not None:  # these tables do not depend on the hidden size
         wide.markov_head.markov_w1, wide.markov_head.markov_w2 = head.markov_head.markov_w1, head.markov_head.markov_w2
     if config.markov == "gated":
         columns = torch.cat([channels, sizes["hidden_size"] + rank])
@@ -152,17 +152,17 @@ def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> Bl
 
 
 class _Widener:
-    """Copies small weights into wide ones: index tensors say which wide row or column each small one goes to."""
+    """Copies small weights into wide ones. Index tensors hold the wide row or column of each small one."""
 
     def __init__(self, small: Shape, wide: Shape, like: Tensor) -> None:
-        """like: gives the device and dtype of every new weight."""
+        """like: a tensor with the device and dtype of all new weights."""
         self._small, self._wide, self._like = small, wide, like
         self._random = torch.Generator(like.device).manual_seed(_SEED)
         self.channels = torch.arange(small.hidden)
         self._neurons = torch.arange(small.intermediate)
         kv_heads = torch.arange(small.kv_heads)
         heads = (wide.group * kv_heads[:, None] + torch.arange(small.group)).flatten()
-        # Rotary positions turn dimension i with i + head_dim / 2, the slower the larger i / head_dim is.
+        # Rotary positions rotate dimension i with i + head_dim / 2, at a frequency that depends on i / head_dim.
         half = torch.arange(small.head_dim // 2) * (wide.head_dim // small.head_dim)
         self._within = torch.cat([half, half + wide.head_dim // 2])
         self._queries, self._keys = ((wide.head_dim * h[:, None] + self._within).flatten() for h in (heads, kv_heads))
@@ -171,18 +171,18 @@ class _Widener:
         )
 
     def side_by_side(self, count: int) -> Tensor:
-        """Indices of the small channels in `count` concatenated wide vectors."""
+        """The indices of the small channels in `count` concatenated wide vectors."""
         return (self._wide.hidden * torch.arange(count)[:, None] + self.channels).flatten()
 
     def layer(self, wide: nn.Module, small: nn.Module | None, inputs: Tensor) -> None:
-        """Fills a decoder layer so that it does what `small` does, or nothing. inputs: columns its attention reads."""
+        """Fill a decoder layer so that it computes what `small` does, or adds nothing. inputs: attention's columns."""
 
         def project(name: str, rows: Tensor, columns: Tensor, scale: float = 1.0, **options: Any) -> None:
             own = small.get_submodule(name) if small is not None else None
             self.fill(wide.get_submodule(name), own, rows, columns, scale=scale, **options)
 
-        # Scores are divided by sqrt(head_dim). Random dimensions of a key meet zeros in every query of the small model;
-        # but not where keys are normed, and then it is the norms that scale.
+        # Scores are divided by sqrt(head_dim), so queries are scaled. Queries of the small model are zero in the added
+        # dimensions, so keys may be random there. If keys are normed they may not, and the norms are scaled instead.
         scale, normed = math.sqrt(self._wide.head_dim / self._small.head_dim), _head_norms(wide)
         project("self_attn.q_proj", self._queries, inputs, 1.0 if normed else scale, silent=self._whole_queries)
         project("self_attn.k_proj", self._keys, inputs, silent=self._whole_keys if normed else None)
@@ -198,7 +198,7 @@ class _Widener:
                 self.norm(norm, getattr(small, name, None), self.channels)
 
     def norm(self, wide: nn.Module, small: nn.Module | None, places: Tensor, scale: float = 1.0) -> None:
-        """Fills an RMS norm: added zeros lower the mean square, which smaller weights and a smaller eps undo."""
+        """Fill an RMS norm. Added zeros lower the mean square; smaller weights and a smaller eps make up for that."""
         weight = torch.ones(wide.get_parameter("weight").shape)
         share = self._small.hidden / self._wide.hidden
         if small is not None:
@@ -206,8 +206,8 @@ class _Widener:
             weight[places] = own
             share = len(own) / len(weight)
             if isinstance(wide, nn.RMSNorm) and isinstance(small, nn.RMSNorm) and small.eps is not None:
-                # That of queries and keys, or a fixed one, is not scaled as the config's is. Files do not say it: one
-                # that is saved has the config's again, which matters where vectors are short.
+                # Norms of queries and keys do not use the scaled eps of the config. Files do not store this eps, so a
+                # saved model has the config's again, which matters for short vectors.
                 wide.eps = small.eps * share
         weight *= scale * math.sqrt(share)
         wide.weight = nn.Parameter(weight.to(self._like), requires_grad=False)
@@ -222,8 +222,10 @@ class _Widener:
         scale: float = 1.0,
         silent: Tensor | None = None,
     ) -> None:
-        """Fills the weight of `wide`: noise or zeros, zeros in `silent` rows, then `scale` times that of `small`; and a
-        bias, if there is one."""
+        """Fill a weight and its bias, if there is one, with `scale` times those of `small`.
+
+        Other entries are noise, or zeros if there is no `noise` or in `silent` rows.
+        """
         weight = self._like.new_empty(wide.get_parameter("weight").shape)
         if noise:
             weight.normal_(0, _NOISE, generator=self._random)
@@ -243,7 +245,7 @@ class _Widener:
 
 
 def _head_norms(layer: nn.Module | None) -> list[nn.Module]:
-    """The norms of a layer's queries and keys; none if it has none."""
+    """The norms of a layer's queries and keys, if it has them."""
     norms = [getattr(getattr(layer, "self_attn", None), name, None) for name in ("q_norm", "k_norm")]
     return [norm for norm in norms if isinstance(norm, nn.RMSNorm)]
 
@@ -268,7 +270,7 @@ def _check_fits(what: str, small: Shape, wide: Shape, rope: Mapping[str, Any]) -
 
 
 def _check_room(wide: nn.Module, model: PreTrainedModel) -> None:
-    """Raises before allocating, rather than being killed half-way for lack of memory."""
+    """Raise an error before the process can be killed for lack of memory."""
     needed = sum(parameter.numel() for parameter in wide.parameters()) * model.dtype.itemsize
     free = free_memory(model.device)
     if free is not None and needed > free:

@@ -1,7 +1,5 @@
 """Load test of an OpenAI-compatible server: throughput and latencies of many concurrent requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -20,16 +18,16 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class LoadSettings(Settings):
-    """Settings of a load test: requests, concurrency or rate, and the latency targets (SLO)."""
+    """Settings of a load test: requests, concurrency or rate, and latency targets (SLO)."""
 
     requests: int = 64
-    concurrency: int = 8  # requests under way at once; with a rate, the most of them
-    rate: float | None = None  # requests that start a second, at random times; None: one starts when one has ended
+    concurrency: int = 8  # concurrent requests; with a rate, the most of them
+    rate: float | None = None  # requests per second, at random times; None: a request starts when another has ended
     max_tokens: int = 128
     temperature: float = 0.0
-    plain: bool = False  # ask for decoding without speculation, of a Graft server
-    slo_first: float = 2.0  # seconds to the first token, for an answer to count as good
-    slo_token: float = 0.2  # seconds a token after that
+    plain: bool = False  # ask a Graft server to decode without speculation
+    slo_first: float = 2.0  # most seconds to the first token of a good answer
+    slo_token: float = 0.2  # most seconds per token after that
 
     def __post_init__(self) -> None:
         require(self.requests >= 1, f"requests must be at least 1, not {self.requests}")
@@ -39,7 +37,7 @@ class LoadSettings(Settings):
 
 @dataclass
 class Answered:
-    """One request as its client saw it; times in seconds since it was sent."""
+    """One request as its client saw it. Times are in seconds since it was sent."""
 
     status: int
     pieces: list[float] = field(default_factory=list)  # when each piece of text came
@@ -59,7 +57,7 @@ class Answered:
 async def load_test(
     url: str, prompts: Sequence[str], settings: LoadSettings, key: str | None, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Sends `settings.requests` requests, going through the prompts in turn; returns the summary."""
+    """Send `settings.requests` requests with the prompts in turn, and return the summary."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     limits = httpx.Limits(max_connections=settings.concurrency + 1)
     answers: list[Answered] = []
@@ -82,14 +80,14 @@ async def load_test(
                     group.create_task(ask(number))
         except* httpx.HTTPError as errors:
             failure = errors.exceptions[0]
-        if failure is not None:  # raised up there, some versions of Python would wrap it once more
+        if failure is not None:  # some versions of Python would wrap it again if it were raised above
             raise GraftError(f"cannot ask {url}: {failure}") from failure
         seconds = time.perf_counter() - start
     return summary(answers, seconds, settings)
 
 
 async def _starts(settings: LoadSettings) -> AsyncIterator[int]:
-    """The requests' numbers, each when it may start."""
+    """Yields the number of each request when it may start."""
     rng = random.Random(0)
     due = time.perf_counter()
     for number in range(settings.requests):
@@ -128,7 +126,7 @@ async def _ask(client: httpx.AsyncClient, prompt: str, number: int, settings: Lo
 
 
 def summary(answers: Sequence[Answered], seconds: float, settings: LoadSettings) -> dict[str, Any]:
-    """The figures of a test that took `seconds`."""
+    """The figures of a load test that took `seconds`."""
     done = [answer for answer in answers if answer.status == 200 and answer.num_tokens]
     good = [a for a in done if a.first <= settings.slo_first and a.per_token <= settings.slo_token]
     gaps = [b - a for answer in done for a, b in zip(answer.pieces, answer.pieces[1:], strict=False)]
@@ -152,7 +150,7 @@ def summary(answers: Sequence[Answered], seconds: float, settings: LoadSettings)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles by nearest rank; None for an empty list."""
+    """Mean and percentiles by nearest rank, or None for an empty list."""
     ordered = sorted(values)
     found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] if ordered else None for p in _PERCENTILES}
     return {"mean": sum(ordered) / len(ordered) if ordered else None, **found}

@@ -1,9 +1,7 @@
-"""Methods of the benchmark: decoding methods to compare. Graft's policies and ablations; transformers' are in `peers`.
+"""Methods of the benchmark: Graft's policies, baselines and ablations. transformers' methods are in `peers`.
 
-A method answers prompts given as token ids. What it learned can be saved with `state` and put back with `restore`.
+A method answers prompts given as token ids. `state` saves what it has learned, and `restore` puts it back.
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,14 +18,14 @@ from graft.request.stats import Stats
 from graft.spec_decode.policies import Policy, PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import Drafter
 
-PLAIN = "off"  # what speeds and texts are compared with
-DENSE = "dense"  # what modelled speeds are compared with
+PLAIN = "off"  # the reference for speeds and texts
+DENSE = "dense"  # the reference for modelled speeds
 _USUAL = PolicySettings()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens of one prompt, with counts and times; times are those of the whole batch."""
+    """The answer to one prompt, with counts and times. Times are those of the whole batch."""
 
     ids: list[int]
     stats: Stats
@@ -41,11 +39,11 @@ class Method(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
-        """Decodes the prompts together."""
+        """Decode the prompts together."""
 
     @property
     def num_setups(self) -> int:
-        """How many one-time set-ups were made so far, such as captures of CUDA graphs."""
+        """The number of one-time set-ups so far, such as captures of CUDA graphs."""
         return 0
 
     def is_exact(self, settings: SamplingSettings) -> bool:
@@ -53,21 +51,21 @@ class Method(ABC):
         return True
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
-        """Answers prompts, one batch per group, and returns the learned state."""
+        """Answer prompts, one batch for each group, and return the learned state."""
         for prompts in groups:
             self.answer(prompts, settings)
         return self.state()
 
     def state(self) -> dict[str, Tensor]:
-        """The learned state; empty for a method that learns nothing."""
+        """The learned state, which is empty for a method that learns nothing."""
         return {}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most learn nothing
-        """Puts back a state that `state` returned."""
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most methods learn nothing
+        """Put back a state that `state` returned."""
 
 
 class PolicyMethod(Method):
-    """A policy in Graft's engine. Tokens are not detokenized: that is no part of decoding."""
+    """A policy in Graft's engine. Tokens are not detokenized, which is not part of decoding."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class PolicyMethod(Method):
         self.name = name
         self._settings, self._exact = settings, exact
         self._policy = _make(name, model, drafter, settings, exact)
-        if drafter is not None and self._policy.drafter is None:  # spare it the features that a drafter reads
+        if drafter is not None and self._policy.drafter is None:  # the target need not keep features for a drafter
             drafter = None
             self._policy = _make(name, model, None, settings, exact)
         self._engine = Engine(model, policy=self._policy, drafter=drafter, budget=settings.budget, exact=exact)
@@ -94,7 +92,7 @@ class PolicyMethod(Method):
         return self._engine.num_setups
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
-        """Calibrates gates too. Where texts are isolated, a copy of the method that shares texts learns for all."""
+        """Also calibrates gates. If texts are isolated, a copy of the method without isolation learns instead."""
         model, drafter = self._engine.target.model, self._engine.drafter
         if self._settings.isolated:
             taught = PolicyMethod(self.name, model, drafter, replace(self._settings, isolated=False), self._exact)

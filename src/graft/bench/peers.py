@@ -1,7 +1,7 @@
 """Peers: transformers' own decoding methods, counted and timed like Graft's.
 
-A prompt's last token belongs to the first round here as there, so prefill is cut off in front of it: hooks, which
-leave the model's code alone, run it as a forward of its own and put a clock to it and to every forward after it.
+In Graft, a prompt's last token belongs to the first round. So hooks on the model split the first forward before that
+token: the first part is timed as prefill, and all later forwards as decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graft.request.stats import Stats
 from graft.settings import require
 
 PEERS = ("hf", "hf-lookup", "hf-assisted")
-NUM_LOOKUP_TOKENS = 10  # what transformers' documentation takes for prompt lookup
+NUM_LOOKUP_TOKENS = 10  # as in transformers' documentation of prompt lookup
 
 
 class Peer(Method):
@@ -33,7 +33,7 @@ class Peer(Method):
     is_batched = False
 
     def __init__(self, name: str, model: PreTrainedModel, source: str | None = None, **options: Any) -> None:
-        """source: name of what proposes tokens, if anything does. options: for `generate`."""
+        """source: the name of the proposer, if there is one. options: for `generate`."""
         self.name = name
         self._model = model
         self._assistant: PreTrainedModel | None = options.get("assistant_model")
@@ -44,7 +44,7 @@ class Peer(Method):
         return [self._answer(prompt, settings) for prompt in prompts]
 
     def is_exact(self, settings: SamplingSettings) -> bool:
-        return settings.temperature == 0  # samples by other random numbers
+        return settings.temperature == 0  # it samples with other random numbers
 
     def _answer(self, prompt: Sequence[int], settings: SamplingSettings) -> Answer:
         inputs = torch.tensor([list(prompt)], device=self._model.device)
@@ -57,7 +57,7 @@ class Peer(Method):
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=settings.max_new_tokens,
-                repetition_penalty=1.0,  # a model's own generation config may bring another
+                repetition_penalty=1.0,  # the model's generation config may set another
                 eos_token_id=list(settings.stop_token_ids) or None,
                 pad_token_id=settings.stop_token_ids[0] if settings.stop_token_ids else 0,
                 **_sampling(settings),
@@ -75,7 +75,7 @@ class Peer(Method):
         stats = Stats(
             rounds=target.num_forwards,
             tokens=num_tokens,
-            accepted=max(0, num_tokens - target.num_forwards),  # each forward adds a token of the target's own
+            accepted=max(0, num_tokens - target.num_forwards),  # each forward adds one token that was not proposed
             draft_passes=assistant.num_forwards,
             nodes=target.num_tokens - target.num_forwards,
             prefill_seconds=prefill,
@@ -89,7 +89,7 @@ class Peer(Method):
 
 
 def make_peer(name: str, model: PreTrainedModel, assistant: PreTrainedModel | None = None) -> Peer:
-    """The peer of that name; `hf-assisted` needs an assistant with the model's own tokens."""
+    """The peer with this name. `hf-assisted` needs an assistant with the model's vocabulary."""
     if name == "hf":
         return Peer(name, model)
     if name == "hf-lookup":
@@ -105,14 +105,14 @@ def make_peer(name: str, model: PreTrainedModel, assistant: PreTrainedModel | No
 
 
 class _Watch:
-    """Counts and times a model's forwards; prefill, up to the prompt's last token, is timed separately."""
+    """Counts and times a model's forwards. Prefill, up to the prompt's last token, is timed separately."""
 
     def __init__(self, num_prefill: int) -> None:
         self.num_forwards = 0
         self.num_tokens = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
-        self._num_prefill = num_prefill  # tokens that no forward has run yet
+        self._num_prefill = num_prefill  # prompt tokens still to prefill
         self._start = 0.0
 
     def before(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -125,15 +125,15 @@ class _Watch:
         return arguments, keywords
 
     def after(self, model: Any, arguments: tuple[Any, ...], output: Any) -> None:
-        _synchronize(model.device)  # what comes next reads the logits on the host anyway
+        _synchronize(model.device)  # costs nothing: the host reads the logits next
         self.seconds += time.perf_counter() - self._start
 
     def _prefill(self, model: Any, keywords: dict[str, Any], count: int) -> dict[str, Any]:
-        """Prefills the first `count` tokens; returns the arguments of the remaining forward."""
+        """Prefill the first `count` tokens, and return the arguments of the remaining forward."""
         start = time.perf_counter()
         by_token = [k for k in ("input_ids", "position_ids") if keywords.get(k) is not None]
         first = {**keywords, **{key: keywords[key][..., :count] for key in by_token}}
-        if keywords.get("attention_mask") is not None:  # over the cache too, so the forward left needs all of it
+        if keywords.get("attention_mask") is not None:  # the remaining forward needs all of it, for the cache too
             first["attention_mask"] = keywords["attention_mask"][:, :count]
         if "logits_to_keep" in keywords:
             first["logits_to_keep"] = 1

@@ -1,11 +1,9 @@
 """Replay: runs policies on recorded answers, without the target model, in seconds on a laptop.
 
-A trace holds, for every position of an answer, what the drafter proposed there and the target's top-k tokens at every
-node of a dense tree. A replayed policy grows its own trees, which are accepted by the recorded answer. The target's
-top-k at nodes outside the recorded tree is unknown, so the n-gram tables learn a little less than in live decoding.
+A trace holds the drafter's proposals at every position of an answer, and the target's top-k tokens at every node of a
+dense tree there. A replayed policy grows its own trees, and the recorded answer decides what is accepted. The target's
+top-k tokens are unknown outside the recorded tree, so n-gram tables learn a little less than in live decoding.
 """
-
-from __future__ import annotations
 
 import json
 from collections import defaultdict
@@ -49,19 +47,19 @@ class Trace:
 
     prompt: Tensor  # [P]
     answer: Tensor  # [A]
-    prompt_successors: Tensor  # [P - 1, k] after every prompt token but the last
-    prompt_logits: Tensor  # [P - 1, k] of each, less that of the first
-    drafted: Tensor  # [A, D] tokens, level by level, before each answer token
+    prompt_successors: Tensor  # [P - 1, k] the target's top-k after every prompt token but the last
+    prompt_logits: Tensor  # [P - 1, k] their logits less the highest
+    drafted: Tensor  # [A, D] drafted tokens, level by level, before each answer token
     parents: Tensor  # [A, D]
     q: Tensor  # [A, D]
-    judged: Tensor  # [A, J] tokens of the recorded tree, which the target verified
+    judged: Tensor  # [A, J] tokens of the verified tree
     judged_parents: Tensor  # [A, J]
-    successors: Tensor  # [A, J, k]
-    logits: Tensor  # [A, J, k] of each, less that of the first
+    successors: Tensor  # [A, J, k] the target's top-k after every node
+    logits: Tensor  # [A, J, k] their logits less the highest
 
 
 class Recorder(Policy):
-    """A policy that records: drafts and verifies the whole dense tree before every token, but accepts none of it."""
+    """A policy that records. It drafts and verifies the whole dense tree before every token, but accepts nothing."""
 
     drafts = True
 
@@ -88,7 +86,7 @@ class Recorder(Policy):
             candidates.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
         candidates.merge()
         tree, _ = candidates.best(_NUM_RECORDED, len(self._levels))
-        # Nodes of source 0 are verified like others and never accepted: every round adds one token.
+        # Nodes of source 0 are verified but never accepted, so every round adds one token.
         hidden = DraftTree(
             tree.max_depth,
             tree.tokens,
@@ -100,7 +98,7 @@ class Recorder(Policy):
         return DraftResult(hidden, [self.drafter.max_passes] * len(roots))
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        """Not here: the device would go down the trees, of which nothing is accepted."""
+        """Do nothing: the device would follow paths that are not accepted here."""
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
@@ -119,7 +117,7 @@ class Recorder(Policy):
 
 
 def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Trace]:
-    """Decodes the prompts together, greedily, and records every position. The engine's policy must be a `Recorder`."""
+    """Decode the prompts together, greedily, and record every position. The engine's policy must be a `Recorder`."""
     recorder = engine.policy
     assert isinstance(recorder, Recorder)
     settings = SamplingSettings(max_new_tokens=max_new_tokens)
@@ -127,11 +125,11 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
     for _ in engine.rounds(sequences):
         pass
     traces = []
-    said: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # equal prompts are read once, in the first's row
+    by_prompt: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # equal prompts are prefilled only once
     for sequence in sequences:
         rounds = recorder.rounds.pop(sequence)
         prompt = tuple(sequence.ids[: sequence.num_prompt_tokens])
-        chunks = said.setdefault(prompt, recorder.prompts.pop(sequence, []))
+        chunks = by_prompt.setdefault(prompt, recorder.prompts.pop(sequence, []))
         columns = {name: torch.stack([r[name] for r in rounds]) for name in rounds[0]}
         k = NUM_SUCCESSORS
         successors = torch.cat([c[0] for c in chunks]) if chunks else torch.zeros(0, k, dtype=torch.int64)
@@ -151,7 +149,7 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
 def save_traces(
     path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str, **facts: str | int | None
 ) -> None:
-    """Writes all traces of a task to one file. facts: further metadata."""
+    """Write all traces of a task to one file. facts: further metadata."""
     tensors = {
         f"{i}/{name}": _small(value).contiguous()
         for i, trace in enumerate(traces)
@@ -180,7 +178,7 @@ def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
 
 
 class ReplayedDrafter(LevelByLevel):
-    """A drafter that proposes what was recorded. Its state is a trace and a position in it."""
+    """A drafter that proposes the recorded drafts. Its state is a trace and a position in it."""
 
     hidden_layers: tuple[int, ...] = ()
     num_setups = bytes_per_token = 0
@@ -211,7 +209,7 @@ class ReplayedDrafter(LevelByLevel):
         parents, q = trace.parents[place], trace.q[place]
         start, first_parent, paths = 0, 0, torch.ones(1)
         topk = self.settings.topk
-        beams, first_beam = torch.zeros(1, dtype=torch.int64), 0  # where fewer are asked for than were recorded
+        beams, first_beam = torch.zeros(1, dtype=torch.int64), 0  # used if fewer beams are asked for than recorded
         for depth in range(self.settings.depth + 1):
             end = start + (topk if depth == 0 else min(KEPT_OF_A_LEVEL, topk * topk))
             own, at = q[start:end], parents[start:end]
@@ -227,10 +225,10 @@ class ReplayedDrafter(LevelByLevel):
 
 
 def _narrowed(level: Level, beams: Tensor, first: int, keep: int) -> tuple[Level, Tensor]:
-    """A recorded level's likeliest nodes below a few beams, `keep` of them, and their places in it.
+    """The `keep` likeliest nodes of a recorded level that are children of some beams, and their indices in the level.
 
-    beams: numbers in the recorded tree of what are nodes `first`, `first` + 1 ... of the narrower one. Where fewer
-    nodes were recorded below them, the rest is padding.
+    beams: the beams' numbers in the recorded tree; in the narrower tree they are `first`, `first` + 1 and so on. If too
+    few children were recorded, the rest is padding.
     """
     is_below = level.parents[..., None] == beams  # [1, n, beams]
     known = is_below.any(dim=-1)
@@ -245,9 +243,9 @@ def _narrowed(level: Level, beams: Tensor, first: int, keep: int) -> tuple[Level
 
 
 def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> Stats:
-    """The rounds that the policy would have taken over a recorded answer.
+    """Statistics of the rounds in which the policy decodes a recorded answer.
 
-    max_new_tokens: the limit when it was recorded, by which trees near the end are cut; None takes the answer's length.
+    max_new_tokens: the limit of the recording, which cuts trees near the end; None: the length of the answer.
     """
     policy.prepare()
     settings = SamplingSettings(max_new_tokens=max_new_tokens or len(trace.answer))
@@ -264,13 +262,13 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
             batch.begin_round(0)
             place = state.place = sequence.num_new
             draft_result = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
-            nodes = _accepted(draft_result.tree, answer[place:])
+            nodes = accepted_nodes(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
             policy.learn_top_k(_recorded_top_k(trace, place, draft_result.tree, sequence.ids, policy.salt_of(sequence)))
             policy.learn_accepted(draft_result.tree, Accepted([nodes], [tokens]), seconds=1.0)
             sequence.stats.draft_passes += draft_result.passes[0]
-            # Nobody asks for the logits after the policy's own nodes.
+            # The sequence does not read the logits of the policy's own nodes, so the recorded ones will do.
             verified = _verified(trace.judged[place][None], trace.successors[place], trace.logits[place])
             sequence.extend(tokens, nodes, TreeRow(draft_result.tree, verified, 0, policy.sources))
     policy.finish(sequence)
@@ -278,11 +276,12 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
 
 
 def replayed_target(about: dict[str, Any]) -> TargetRunner:
-    """A stand-in for the target runner: all that a policy asks of it is the vocabulary's size."""
+    """A stand-in for the target runner, of which a policy only needs the vocabulary size."""
     return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], num_setups=0))
 
 
-def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
+def accepted_nodes(tree: DraftTree, following: Sequence[int]) -> list[int]:
+    """The nodes of the only row's tree that the following tokens lead to, from the root on."""
     tokens, parents, sources = (field[0].tolist() for field in (tree.tokens, tree.parents, tree.sources))
     children = {(p, t): n for n, (p, t, s) in enumerate(zip(parents, tokens, sources, strict=True)) if s > ROOT}
     path: list[int] = []
@@ -295,10 +294,10 @@ def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
 
 
 def _recorded_top_k(trace: Trace, place: int, tree: DraftTree, history: Sequence[int], salt: int) -> TargetTopK:
-    """The target's top-k tokens at the nodes of a policy's tree at a position, with the text so far as history.
+    """The target's top-k tokens at the nodes of a policy's tree at a position. history: the text so far.
 
-    What follows an accepted node was recorded where it was the root; what follows a rejected one, only if it was in the
-    recorded dense tree. The other nodes are left out, and what is below them.
+    For an accepted node they were recorded where that node was the root. For a rejected node they are known only if it
+    is in the recorded dense tree. Other nodes are left out, with everything below them.
     """
     recorded = {path: node for node, path in enumerate(_paths(trace.judged[place], trace.judged_parents[place]))}
     answer = trace.answer.tolist()[place:]
@@ -324,7 +323,7 @@ def _recorded_top_k(trace: Trace, place: int, tree: DraftTree, history: Sequence
 
 
 def _paths(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node, whose parents come before it."""
+    """The tokens from the root to each node. Parents come before their children."""
     paths: list[tuple[int, ...]] = []
     for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         paths.append((*paths[parent], token) if node else (token,))
@@ -332,7 +331,7 @@ def _paths(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
 
 
 def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutput:
-    """A verify output of one row that holds the target's top-k tokens and nothing else."""
+    """A verify output of one row with the target's top-k tokens only."""
     count = tokens.shape[1]
     nothing = torch.empty(count, 0)
     highest = (successors.int(), logits.contiguous())
@@ -340,7 +339,7 @@ def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutpu
 
 
 def _likeliest(verified: VerifyOutput) -> tuple[Tensor, Tensor]:
-    """The target's top-k tokens at each node, and their logits less the highest: small numbers, so fp16 suffices."""
+    """The target's top-k tokens at each node, and their logits less the highest, which are small enough for fp16."""
     successors, logits = verified.likeliest()
     return successors.long(), logits - logits[:, :, :1]
 

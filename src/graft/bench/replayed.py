@@ -1,4 +1,4 @@
-"""Replayed methods: policies and ablations run on recorded answers, and trace files as benchmark tasks."""
+"""Replayed methods: policies that run on recorded answers, and trace files as benchmark tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graft.settings import require
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
 
-# What all files of a replay must have in common.
+# All files of a replay must agree in these.
 _SHARED = ("vocab_size", "depth", "topk", "model", "draft", "max_new_tokens")
 
 
@@ -30,7 +30,7 @@ class Recorded:
     about: dict[str, Any]
 
     def and_traces_of(self, other: Recorded) -> Recorded:
-        """The same tasks, with another's traces added."""
+        """The same tasks, with the traces of `other` added."""
         _check_alike(self.about, other.about)
         return Recorded(self.tasks, self.traces | other.traces, self.about)
 
@@ -55,7 +55,7 @@ def read_recorded(paths: Sequence[Path], limit: int | None = None) -> Recorded:
 
 
 class ReplayMethod(Method):
-    """A policy as a benchmark method that replays recorded answers in place of a target."""
+    """A policy as a benchmark method, which replays recorded answers without a target."""
 
     def __init__(self, name: str, recorded: Recorded, budget: int, pass_cost: float) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class ReplayMethod(Method):
         return [Answer(t.answer.tolist(), replay(self._policy, t, self._max_new_tokens)) for t in traces]
 
     def is_exact(self, settings: SamplingSettings) -> bool:
-        return False  # the text is given, so there is nothing to compare
+        return False  # the text is the recorded one, so there is nothing to compare
 
     def state(self) -> dict[str, Tensor]:
         return self._policy.state()

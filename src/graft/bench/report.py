@@ -1,17 +1,15 @@
-"""report.html: one self-contained HTML file with the plots and all results tables."""
-
-from __future__ import annotations
+"""report.html: one self-contained HTML file with the plots and all tables of results."""
 
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 from graft.bench import svg
-from graft.bench.results import AVERAGE, Results, Run
+from graft.bench.results import Results, Run
 from graft.bench.runner import STATELESS
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
-# Lower-case and without a unit where it is a ratio; each is explained in docs/measuring.md.
+# Each column is explained in docs/measuring.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tokens/s": lambda run: number(run.tokens_per_second, 1),
     "speedup": lambda run: _with_interval(run, "speedup"),
@@ -26,9 +24,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 
 REPLAY_COLUMNS: dict[str, Callable[[Run], str]] = {
     **{name: cell for name, cell in COLUMNS.items() if name not in ("tokens/s", "speedup", "differ")},
-    "accepted by source": lambda run: ", ".join(
-        f"{source} {share:.2f}" for source, share in _accepted_per_round(run).items()
-    ),
+    "accepted by source": lambda run: _listed(_accepted_per_round(run), 2),
 }
 
 
@@ -62,8 +58,8 @@ def html(results: Results) -> str:
     series = {run.key: place for place, run in enumerate(results.averages)}
     sections = [
         ("Speed against accepted length", _FRONTIER, _frontier(results, series), ""),
-        ("Speed by task", _BY_TASK, _speeds(results, series), _legend(results.averages, series)),
-        ("Acceptance by depth", _BY_DEPTH, _depths(results, series), _legend(results.averages, series)),
+        ("Speed by task", _BY_TASK, _speeds(results, series), ""),
+        ("Acceptance by depth", _BY_DEPTH, *_depths(results, series)),
         ("Acceptance by source", _BY_SOURCE, *_stacked(results, _accepted_per_round, "accepted tokens per round")),
     ]
     if not results.settings.get("replay"):
@@ -93,7 +89,7 @@ def html(results: Results) -> str:
 def note_on(settings: dict[str, Any]) -> str:
     """The caveat to print beside batched or replayed results; empty if there is none."""
     if settings.get("replay"):
-        return "A replay of recorded answers: accepted lengths are nearly those of life, and there are no times."
+        return "A replay of recorded answers: accepted lengths are close to live decoding, and there are no times."
     rows = settings.get("rows", 1)
     return f"{rows} prompts decode together: times are of the whole batch." if rows > 1 else ""
 
@@ -101,12 +97,12 @@ def note_on(settings: dict[str, Any]) -> str:
 _FRONTIER = "Large points are averages over tasks, small ones single tasks. Up and to the right is better."
 _BY_TASK = "Whiskers are 95 % intervals over prompts."
 _BY_DEPTH = "How often a round accepts at least this many drafted or retrieved tokens."
-_BY_SOURCE = "Tokens accepted in a round, by who proposed them. Each round adds one token of the model's own."
-_BY_PHASE = "Where the time goes, by token of text: shorter is faster."
+_BY_SOURCE = "Tokens accepted per round, by their source. Each round adds one token that the model chose itself."
+_BY_PHASE = "Time per token of text, by phase. Shorter is faster."
 _TABLES = (
     "accepted: mean accepted length, tokens per round. passes: draft passes per round. nodes: proposals verified per "
     f"round. modelled: accepted / (1 + {USUAL_PASS_COST:g} × passes). over dense: that against the dense tree's. "
-    "differ: prompts whose text is not that of plain decoding. In brackets 95 % intervals over prompts. "
+    "differ: prompts whose text differs from plain decoding. In brackets: 95 % intervals over prompts. "
     "Phases and sources are per round."
 )
 
@@ -151,10 +147,11 @@ def _speeds(results: Results, series: dict[tuple[str, str], int]) -> str:
         note = f"{label(run)}: {_with_interval(run, speed)}"
         return svg.Bar(getattr(run, speed), series[run.key], note, run.confidence.get(speed))
 
-    tasks = list(dict.fromkeys(run.task for run in results.runs))
-    groups = [(task, [bar(run) for run in results.runs if run.task == task]) for task in tasks]
-    groups.append((AVERAGE, [bar(run) for run in results.averages]))
-    return svg.grouped(groups, title, line_at=1.0 if speed == "speedup" else None)
+    every = [*results.runs, *results.averages]
+    rows: list[tuple[str, list[svg.Bar]]] = []
+    for task in dict.fromkeys(run.task for run in every):
+        rows += [(task, []), *((label(run), [bar(run)]) for run in every if run.task == task)]
+    return svg.bars(rows, title, line_at=1.0 if speed == "speedup" else None)
 
 
 def _speed(results: Results) -> tuple[str, str]:
@@ -166,12 +163,14 @@ def _speed(results: Results) -> tuple[str, str]:
     return "modelled_speed", "modelled speed"
 
 
-def _depths(results: Results, series: dict[tuple[str, str], int]) -> str:
+def _depths(results: Results, series: dict[tuple[str, str], int]) -> tuple[str, str]:
+    """The plot and its legend."""
     curves = {
         series[run.key]: [(float(depth), count / run.rounds) for depth, count in sorted(run.accepted_by_depth.items())]
         for run in results.averages
     }
-    return svg.lines(curves, "depth in the tree", "share of rounds that accept it")
+    plot = svg.lines(curves, "depth in the tree", "share of rounds that accept it")
+    return plot, _legend([(series[run.key], label(run)) for run in results.averages])
 
 
 def _accepted_per_round(run: Run) -> dict[str, float]:
@@ -190,14 +189,10 @@ def _stacked(results: Results, parts: Callable[[Run], dict[str, float]], title: 
     for run in results.averages:
         bars = [svg.Bar(size, colours[name], f"{name}: {size:.2f}") for name, size in parts(run).items()]
         rows.append((label(run), sorted(bars, key=lambda bar: bar.series)))
-    return svg.stacked(rows, title), _swatches([(place, name) for name, place in colours.items()])
+    return svg.bars(rows, title), _legend([(place, name) for name, place in colours.items()])
 
 
-def _legend(runs: Sequence[Run], series: dict[tuple[str, str], int]) -> str:
-    return _swatches([(series[run.key], label(run)) for run in runs])
-
-
-def _swatches(entries: Sequence[tuple[int, str]]) -> str:
+def _legend(entries: Sequence[tuple[int, str]]) -> str:
     items = "".join(f'<li><i style="background:{svg.colour(n)}"></i>{escape(name)}</li>' for n, name in entries)
     return f'<figcaption><ul class="legend">{items}</ul></figcaption>'
 
@@ -213,7 +208,11 @@ def _table(runs: Sequence[Run], own: dict[str, Callable[[Run], str]]) -> str:
 
 
 def _phases(run: Run) -> str:
-    return ", ".join(f"{phase} {1000 * spent / run.rounds:.1f}" for phase, spent in run.seconds_by_phase.items())
+    return _listed({phase: 1000 * spent / run.rounds for phase, spent in run.seconds_by_phase.items()}, 1)
+
+
+def _listed(values: dict[str, float], digits: int) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items())
 
 
 def _sources(run: Run) -> str:

@@ -3,8 +3,6 @@
 Rates are ratios of sums over a task's prompts. The average gives every task the same weight.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import platform
@@ -28,7 +26,8 @@ from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 AVERAGE = "average"
-TIMED = ("tokens_per_second", "speedup")  # rates that a single prompt does not have where prompts share a batch
+TIMED = ("tokens_per_second", "speedup")  # rates that single prompts do not have if they share a batch
+_COUNTERS = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
 _NUM_DRAWS = 2000
 _SEED = 0
 
@@ -53,9 +52,9 @@ class Run:
     accepted: int
     draft_passes_per_round: float
     nodes_per_round: float
-    modelled_speed: float  # mean accepted / (1 + 0.03 x draft passes): on a device where a verify dwarfs a pass
+    modelled_speed: float  # mean accepted / (1 + 0.03 x draft passes)
     modelled_over_dense: float | None
-    differ: int | None  # prompts whose text is not that of plain decoding; None where it need not be
+    differ: int | None  # prompts whose text is not that of plain decoding; None if it need not be
     accepted_by_source: dict[str, int]
     accepted_by_depth: dict[int, int]
     proposed_by_source: dict[str, int]
@@ -123,26 +122,17 @@ class Summary:
         return rates
 
     def _run(self, samples: Samples, point: Rates, draw: Rates, plain: Samples | None) -> Run:
-        all_stats = [sample.answer.stats for sample in samples.samples]
-        exact = plain is not None and samples.variant.method.is_exact(self._sampling)
+        is_exact = samples.variant.method.is_exact(self._sampling)
         num_prompts = _num_prompts(samples)
         return Run(
             task=samples.task,
             method=samples.variant.name,
             state=samples.variant.state,
             prompts=num_prompts,
-            tokens=sum(stats.tokens for stats in all_stats),
-            decode_seconds=sum(sample.decode_seconds for sample in samples.samples),
-            prefill_seconds=sum(sample.prefill_seconds for sample in samples.samples),
-            rounds=sum(stats.rounds for stats in all_stats),
-            accepted=sum(stats.accepted for stats in all_stats),
-            differ=len(_different(samples, plain)) if exact and plain is not None else None,
-            accepted_by_source=_added(stats.accepted_by_source for stats in all_stats),
-            accepted_by_depth=_added(stats.accepted_by_depth for stats in all_stats),
-            proposed_by_source=_added(stats.proposed_by_source for stats in all_stats),
-            seconds_by_phase=_added(sample.seconds_by_phase for sample in samples.samples),
+            differ=len(_different(samples, plain)) if is_exact and plain is not None else None,
             confidence=self._intervals(draw) if num_prompts > 1 else {},
             by_prompt=[_prompt_facts(sample) for sample in samples.samples],
+            **_totals([sample.answer.stats for sample in samples.samples], samples.samples),
             **_points(point),
         )
 
@@ -158,29 +148,21 @@ class Summary:
             method=key[0],
             state=key[1],
             prompts=sum(run.prompts for run in runs),
-            tokens=sum(run.tokens for run in runs),
-            decode_seconds=sum(run.decode_seconds for run in runs),
-            prefill_seconds=sum(run.prefill_seconds for run in runs),
-            rounds=sum(run.rounds for run in runs),
-            accepted=sum(run.accepted for run in runs),
             differ=sum(differ) if len(differ) == len(runs) else None,
-            accepted_by_source=_added(run.accepted_by_source for run in runs),
-            accepted_by_depth=_added(run.accepted_by_depth for run in runs),
-            proposed_by_source=_added(run.proposed_by_source for run in runs),
-            seconds_by_phase=_added(run.seconds_by_phase for run in runs),
             confidence=self._intervals(draw) if all(run.confidence for run in runs) else {},
+            **_totals(runs, runs),
             **_points(point),
         )
 
     def _intervals(self, draw: Rates) -> dict[str, tuple[float, float]]:
-        """Percentiles of the draws. Prompts that share a batch share its time, which then varies by batch only."""
+        """Percentiles of the draws. Timed rates are left out if prompts share a batch, and so its time."""
         names = [name for name in draw if self._is_timed_by_prompt or name not in TIMED]
         ends = {name: np.percentile(draw[name], [2.5, 97.5]) for name in names}
         return {name: (float(low), float(high)) for name, (low, high) in ends.items()}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware of the measurement; no host name and no path."""
+    """Versions and hardware of the measurement, without host name and paths."""
     packages = {"graft": "graft-decoding", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
     return {
         "versions": {
@@ -193,6 +175,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def _totals(counts: Sequence[Any], times: Sequence[Any]) -> dict[str, Any]:
+    """Sums of the fields of a `Run`. counts: objects with the counters; times: objects with the seconds."""
+    added: dict[str, Any] = {
+        name: sum(getattr(one, name) for one in counts) for name in ("tokens", "rounds", "accepted")
+    }
+    added |= {name: sum(getattr(one, name) for one in times) for name in ("decode_seconds", "prefill_seconds")}
+    for name in ("accepted_by_source", "accepted_by_depth", "proposed_by_source"):
+        added[name] = _added(getattr(one, name) for one in counts)
+    return added | {"seconds_by_phase": _added(one.seconds_by_phase for one in times)}
 
 
 def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool) -> Rates:
@@ -212,18 +205,17 @@ def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool
 
 
 def _by_prompt(samples: Samples) -> list[tuple[str, NDArray[np.float64]]]:
-    """The summed columns, one value per prompt; repetitions of a prompt are added up."""
+    """The columns to sum, with one value for each prompt; repetitions of a prompt are added up."""
     place = {prompt: row for row, prompt in enumerate(dict.fromkeys(s.prompt for s in samples.samples))}
-    names = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
-    table = np.zeros((len(names) + 1, len(place)))
+    table = np.zeros((len(_COUNTERS) + 1, len(place)))
     for sample in samples.samples:
-        counts = [getattr(sample.answer.stats, name) for name in names]
+        counts = [getattr(sample.answer.stats, name) for name in _COUNTERS]
         table[:, place[sample.prompt]] += [*counts, sample.decode_seconds]
-    return list(zip((*names, "seconds"), table, strict=True))
+    return list(zip((*_COUNTERS, "seconds"), table, strict=True))
 
 
 def _draw(num_prompts: int, task: int) -> NDArray[np.int64]:
-    """Bootstrap samples: prompts drawn with replacement, the same for all methods, so that ratios are fair."""
+    """Bootstrap samples: prompts drawn with replacement, the same ones for all methods, so that ratios are fair."""
     return np.random.default_rng([_SEED, task]).integers(num_prompts, size=(_NUM_DRAWS, num_prompts))
 
 
@@ -233,7 +225,7 @@ def _points(rates: Rates) -> dict[str, Any]:
 
 
 def _different(samples: Samples, plain: Samples) -> set[str]:
-    """Prompts with an answer that differs from plain decoding's first one."""
+    """Prompts with an answer that differs from the first one of plain decoding."""
     expected: dict[str, list[int]] = {}
     for sample in plain.samples:
         expected.setdefault(sample.prompt, sample.answer.ids)
@@ -241,17 +233,9 @@ def _different(samples: Samples, plain: Samples) -> set[str]:
 
 
 def _prompt_facts(sample: Sample) -> dict[str, Any]:
-    stats = sample.answer.stats
-    return {
-        "id": sample.prompt,
-        "tokens": stats.tokens,
-        "rounds": stats.rounds,
-        "accepted": stats.accepted,
-        "draft_passes": stats.draft_passes,
-        "nodes": stats.nodes,
-        "prefill_seconds": sample.prefill_seconds,
-        "decode_seconds": sample.decode_seconds,
-    }
+    counts = {name: getattr(sample.answer.stats, name) for name in _COUNTERS}
+    seconds = {"prefill_seconds": sample.prefill_seconds, "decode_seconds": sample.decode_seconds}
+    return {"id": sample.prompt, **counts, **seconds}
 
 
 def _num_prompts(samples: Samples) -> int:
@@ -267,7 +251,7 @@ def _added(counts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
 
 
 def _flat(run: Run) -> dict[str, Any]:
-    """A line of results.csv: the nested facts become columns of their own."""
+    """A row of results.csv, with a column for each nested value."""
     row: dict[str, Any] = {}
     for name, value in vars(run).items():
         if name == "confidence":

@@ -1,9 +1,7 @@
-"""The benchmark's main loop: every method answers every prompt, in turn, each starting from its own learned state.
+"""The benchmark's main loop: all methods answer each prompt in turn, each starting from its own learned state.
 
-Only single answers are timed and counted here; rates, averages and intervals are computed in `results`.
+Only single answers are timed and counted here. `results` computes rates, averages and intervals.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ class BenchSettings(Settings):
     def __post_init__(self) -> None:
         for name in ("repeat", "rows"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        self.sampling(())  # which checks the others
+        self.sampling(())  # checks the other fields
 
     def sampling(self, eos_token_ids: Sequence[int], max_new_tokens: int | None = None) -> SamplingSettings:
         return SamplingSettings(
@@ -49,7 +47,7 @@ class BenchSettings(Settings):
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer, and this prompt's share of the time its batch took."""
+    """One answer, and its prompt's share of the time of the batch."""
 
     prompt: str  # its id
     answer: Answer
@@ -59,7 +57,7 @@ class Sample:
 
 
 class Variant:
-    """A method in one state: cold, warm, persistent or none. `memory` is what it has learned before each prompt."""
+    """A method in one state: cold, warm, persistent or none. `memory` is the learned state before each prompt."""
 
     def __init__(self, method: Method, state: str, memory: Mapping[str, Tensor]) -> None:
         self.method = method
@@ -71,7 +69,7 @@ class Variant:
         return self.method.name
 
     def rehearse(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
-        """Untimed warm-up: captures CUDA graphs for texts as long as these, and learns nothing."""
+        """Answer these prompts untimed, to capture CUDA graphs for their lengths. Nothing is learned."""
         if self.method.num_setups:
             self.method.restore(self.memory)
             self.method.answer([question.ids for question in questions], settings)
@@ -86,14 +84,14 @@ class Variant:
 
 @dataclass
 class Samples:
-    """All answers of one variant to one task; a repeated prompt has several."""
+    """All answers of one variant to one task. A repeated prompt has several."""
 
     task: str
     variant: Variant
     samples: list[Sample] = field(default_factory=list)
 
 
-Watcher = Callable[[str, int, int], None]  # task, prompts done and prompts in all
+Watcher = Callable[[str, int, int], None]  # called with the task, prompts done and number of prompts
 
 
 def variants(
@@ -104,10 +102,10 @@ def variants(
     settings: BenchSettings,
     eos_token_ids: Sequence[int] = (),
 ) -> list[Variant]:
-    """Every method in every requested state; a method that learns nothing appears once, stateless.
+    """Every method in every requested state. A method that learns nothing appears once, stateless.
 
-    Each first answers `trial`, so that what a process pays once (set-up, measured costs) is paid before the clock
-    runs, and is then made to forget it. Those to be warm go on to answer the prompts of `warm_up`.
+    Each method first answers `trial`, so that one-time costs (set-up, measured step times) come before the clock runs,
+    and then forgets it. Methods that must be warm also answer the prompts of `warm_up`.
     """
     result = []
     for method in methods:
@@ -134,10 +132,10 @@ def run(
     eos_token_ids: Sequence[int] = (),
     watch: Watcher = lambda task, done, total: None,
 ) -> Iterator[list[Samples]]:
-    """Yields, task by task, the samples of each variant. The order of variants rotates from prompt to prompt.
+    """Yield the samples of each variant, task by task. The order of variants rotates from prompt to prompt.
 
-    Before a task with prompts longer than any so far, its longest batch is answered once untimed, so that the CUDA
-    graphs for that length, and for the fewer rows left as answers end, are captured before the clock runs.
+    Before a task with longer prompts than all earlier ones, its longest batch is answered once untimed. So CUDA graphs
+    for that length, and for the fewer rows left when some answers have ended, are captured before the clock runs.
     """
     sampling = settings.sampling(eos_token_ids)
     longest = 0
@@ -151,7 +149,7 @@ def run(
         memories = [variant.memory for variant in variants]
         done, total = 0, len(questions) * settings.repeat
         for repetition in range(settings.repeat):
-            # What was learned from an answer must not help with the same answer again.
+            # What was learned from an answer must not help to repeat it.
             for variant, memory in zip(variants, memories, strict=True):
                 variant.memory = memory
             for turn, group in enumerate(_groups(questions, settings.rows), start=repetition):
@@ -168,11 +166,11 @@ def check_states(states: Sequence[str], has_warm_up: bool, rows: int = 1) -> Non
         require(states.count(state) == 1, f"state {state!r} is named twice; once is enough")
     alone = rows == 1 or "persistent" not in states
     require(alone, "state 'persistent' learns from prompt to prompt, and --rows decodes them together: leave one out")
-    require(has_warm_up or "warm" not in states, "state 'warm' is what --warmup FILE leaves behind: name the file")
+    require(has_warm_up or "warm" not in states, "state 'warm' needs --warmup FILE: name the file")
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """The items, beginning with another one each turn."""
+    """The items, rotated so that each turn begins with the next one."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
 
@@ -186,7 +184,7 @@ def _groups(questions: Sequence[Question], size: int) -> list[Sequence[Question]
 
 
 def _samples(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Sample]:
-    """Samples of a batch: it lasts as long as its longest answer, and its time is divided evenly."""
+    """The samples of a batch. Its time is that of its longest answer, divided evenly among the prompts."""
     longest = max((answer.stats for answer in answers), key=lambda stats: stats.decode_seconds)
     share = 1 / len(answers)
     phases = {phase: seconds * share for phase, seconds in longest.seconds_by_phase.items()}

@@ -1,7 +1,5 @@
 """Makes the methods of a benchmark from their names; all share one model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +18,7 @@ OURS = tuple(POLICY_METHODS)
 
 
 def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
-    """Raises unless every name is known and given once."""
+    """Raise unless every name is known and given once."""
     require(bool(names), f"no method is named; known: {', '.join(known)}")
     for name in names:
         require_known("method", name, known)
@@ -37,7 +35,7 @@ def make_methods(
     pass_cost: float | None = None,
     exact: bool = False,
 ) -> list[Method]:
-    """The methods of these names. rows: prompts they are to decode together, each as if it were alone."""
+    """The methods with these names. rows: prompts that decode together and learn nothing from each other."""
     check_names(names)
     settings = PolicySettings(budget, pass_cost, isolated=rows > 1)
     methods: list[Method] = []
@@ -54,7 +52,7 @@ def make_methods(
 
 
 def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
-    """The drafter of a policy: under a common budget all draft the same tree, otherwise each its default one."""
+    """The drafter of a policy, with the same tree for all under a common budget, else with the policy's own tree."""
     if drafter is None or budget is not None:
         return drafter
     return with_tree(drafter, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device))

@@ -1,4 +1,4 @@
-"""Sizes of large models' layers, by name or spelt out: for cost emulation and `graft plan`."""
+"""Sizes of large models' layers, by name or as numbers, for cost emulation and `graft plan`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape(Settings):
-    """Sizes of a Llama's layers, which decide its cost; the vocabulary is left out."""
+    """Sizes of a Llama's layers, which decide its cost, without the vocabulary."""
 
     layers: int
     hidden: int
@@ -35,7 +35,7 @@ class Shape(Settings):
 
     @staticmethod
     def named(name: str) -> Shape:
-        """A shape by name, or by its numbers: layers=32,hidden=4096, and so on."""
+        """A shape by name, or by numbers such as layers=32,hidden=4096,..."""
         if "=" not in name:
             require_known("shape", name, SHAPES)
             return SHAPES[name]
@@ -45,13 +45,13 @@ class Shape(Settings):
             number = value.strip()
             numbers[key.strip()] = int(number) if number.isdecimal() else number
         if missing := [field.name for field in fields(Shape) if field.name not in numbers]:
-            raise GraftError(f"shape {name!r} does not say {', '.join(missing)}")
+            raise GraftError(f"shape {name!r} lacks {', '.join(missing)}")
         return Shape.of(numbers)
 
     @classmethod
     def of_config(cls, config: LlamaConfig | HeadConfig) -> Self:
         """The shape of a model or of a head."""
-        from graft.spec_decode.proposers.block.config import BlockConfig  # which needs torch, and a shape does not
+        from graft.spec_decode.proposers.block.config import BlockConfig  # needs torch, unlike shapes
 
         return cls(
             layers=config.num_layers if isinstance(config, BlockConfig) else getattr(config, "num_hidden_layers", 1),
@@ -64,12 +64,12 @@ class Shape(Settings):
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads that share a key head."""
         return self.heads // self.kv_heads
 
     @property
     def attention_and_mlp(self) -> dict[str, Any]:
-        """A layer's sizes by their names in configs."""
+        """The sizes of a layer by their names in configs."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,

@@ -1,4 +1,4 @@
-"""Plots as SVG text: points, lines, stacked bars, bars with intervals.
+"""Plots as SVG text: points, lines, and horizontal bars.
 
 Not by matplotlib: `graft bench` then needs no further package, colours follow the page's light or dark style by CSS,
 and bars and points show their numbers under the mouse.
@@ -14,15 +14,16 @@ from html import escape
 WIDTH = 760
 NUM_COLOURS = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 16, 46
-_CHARACTER = 6.6  # width of one in a label, roughly
+_ROW = 28  # height of a row of bars
+_CHARACTER = 6.6  # approximate width of a character in a label
 
 
 @dataclass(frozen=True)
 class Point:
     x: float
     y: float
-    series: int  # its colour
-    label: str = ""  # written beside it; without one it is small and pale
+    series: int  # decides the colour
+    label: str = ""  # written beside the point; a point without a label is small and pale
     note: str = ""  # shown under the mouse
 
 
@@ -41,8 +42,7 @@ def colour(series: int) -> str:
 def scatter(points: Sequence[Point], x_title: str, y_title: str, height: int = 420) -> str:
     frame = _Frame.around([p.x for p in points], [p.y for p in points], height, from_zero=False)
     parts = [frame.axes(x_title, y_title)]
-    for point in (p for p in points if not p.label):
-        parts.append(_circle(frame, point, radius=4, opacity=0.35))
+    parts += [_circle(frame, point, radius=4, opacity=0.35) for point in points if not point.label]
     placed: list[tuple[float, float, float]] = []  # labels so far: left, right, height
     for point in sorted((p for p in points if p.label), key=lambda p: -p.y):
         width = _CHARACTER * len(point.label)
@@ -62,54 +62,39 @@ def lines(curves: Mapping[int, Sequence[tuple[float, float]]], x_title: str, y_t
     frame = _Frame.around([x for x, _ in places], [y for _, y in places], height, whole_x=True)
     parts = [frame.axes(x_title, y_title)]
     for series, curve in curves.items():
-        if not curve:
-            continue
         path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in curve)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour(series)}" stroke-width="2.5"/>')
         parts += [_circle(frame, Point(x, y, series, note=f"{y:.3g} at {x:g}"), 3.5, 1) for x, y in curve]
     return _svg(parts, height, f"{y_title} by {x_title}")
 
 
-def stacked(rows: Sequence[tuple[str, Sequence[Bar]]], x_title: str) -> str:
-    """Stacked horizontal bars, one per row."""
-    left = _label_width([label for label, _ in rows])
-    height = 34 * len(rows) + _BOTTOM + 8
-    most = max((sum(bar.value for bar in bars) for _, bars in rows), default=0.0) or 1.0
+def bars(rows: Sequence[tuple[str, Sequence[Bar]]], x_title: str, line_at: float | None = None) -> str:
+    """Stacked horizontal bars, one stack for each row; a row without bars is a heading. line_at: a dashed line."""
+    left = 24 + _CHARACTER * max((len(label) for label, _ in rows), default=0)
+    bottom = 8 + _ROW * len(rows)
+    ends = [bar.interval[1] if bar.interval else bar.value for _, row in rows for bar in row]
+    most = max([*ends, *(sum(bar.value for bar in row) for _, row in rows)], default=0.0) or 1.0
     scale = (WIDTH - left - _RIGHT - 44) / most
-    parts = [_vertical_grid(left, scale, most, height - _BOTTOM, height, x_title)]
-    for index, (label, bars) in enumerate(rows):
-        top, x = 8 + 34 * index, left
-        parts.append(_text(left - 10, top + 17, label, "end", "label"))
-        for bar in bars:
-            parts.append(_rectangle(x, top, scale * bar.value, 24, bar))
+    parts = []
+    for tick in ticks(0, most):
+        parts.append(_line("grid", left + scale * tick, 4, left + scale * tick, bottom))
+        parts.append(_text(left + scale * tick, bottom + 16, f"{tick:g}", "middle", "tick"))
+    for index, (label, row) in enumerate(rows):
+        top, x = 8 + _ROW * index, left
+        parts.append(_text(left - 10, top + 15, label, "end", "label" if row else "title"))
+        for bar in row:
+            parts.append(_rectangle(x, top, scale * bar.value, _ROW - 8, bar))
             x += scale * bar.value
-        parts.append(_text(x + 6, top + 17, f"{sum(bar.value for bar in bars):.2f}", "start", "tick"))
-    return _svg(parts, height, x_title)
-
-
-def grouped(
-    groups: Sequence[tuple[str, Sequence[Bar]]], y_title: str, line_at: float | None = None, height: int = 340
-) -> str:
-    """Grouped vertical bars, with a dashed reference line at `line_at`."""
-    values = [v for _, bars in groups for bar in bars for v in (bar.value, *(bar.interval or ()))]
-    frame = _Frame(0, len(groups), 0, max([*values, line_at or 0.0]) * 1.06 or 1.0, height)
-    parts = [frame.axes("", y_title, with_x=False)]
-    for index, (label, bars) in enumerate(groups):
-        left, right = frame.x(index + 0.1), frame.x(index + 0.9)
-        width = (right - left) / max(len(bars), 1)
-        parts.append(_text((left + right) / 2, height - _BOTTOM + 18, label, "middle", "label"))
-        for place, bar in enumerate(bars):
-            x, y = left + width * place, frame.y(bar.value)
-            parts.append(_rectangle(x, y, width * 0.88, frame.y(0) - y, bar))
             if bar.interval is not None:
-                middle, (low, high) = x + width * 0.44, map(frame.y, bar.interval)
-                parts.append(
-                    f'<line class="whisker" x1="{middle:.1f}" x2="{middle:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
-                )
+                low, high = (left + scale * end for end in bar.interval)
+                parts.append(_line("whisker", low, top + 10, high, top + 10))
+                x = max(x, high)
+        if row:
+            parts.append(_text(x + 6, top + 15, f"{sum(bar.value for bar in row):.2f}", "start", "tick"))
     if line_at is not None:
-        y = frame.y(line_at)
-        parts.append(f'<line class="reference" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    return _svg(parts, height, y_title)
+        parts.append(_line("reference", left + scale * line_at, 4, left + scale * line_at, bottom))
+    parts.append(_text((left + WIDTH - _RIGHT) / 2, bottom + _BOTTOM - 8, x_title, "middle", "title"))
+    return _svg(parts, bottom + _BOTTOM, x_title)
 
 
 @dataclass(frozen=True)
@@ -138,23 +123,18 @@ class _Frame:
         bottom = self.height - _BOTTOM
         return bottom - (value - self.y_low) / (self.y_high - self.y_low) * (bottom - _TOP)
 
-    def axes(self, x_title: str, y_title: str, with_x: bool = True) -> str:
+    def axes(self, x_title: str, y_title: str) -> str:
         bottom = self.height - _BOTTOM
         parts = []
         for tick in ticks(self.y_low, self.y_high):
-            y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_text(_LEFT - 8, y + 4, f"{tick:g}", "end", "tick"))
-        if with_x:
-            for tick in ticks(self.x_low, self.x_high, self.whole_x):
-                parts.append(_text(self.x(tick), bottom + 18, f"{tick:g}", "middle", "tick"))
-            parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, self.height - 8, x_title, "middle", "title"))
+            parts.append(_line("grid", _LEFT, self.y(tick), WIDTH - _RIGHT, self.y(tick)))
+            parts.append(_text(_LEFT - 8, self.y(tick) + 4, f"{tick:g}", "end", "tick"))
+        for tick in ticks(self.x_low, self.x_high, self.whole_x):
+            parts.append(_text(self.x(tick), bottom + 18, f"{tick:g}", "middle", "tick"))
+        parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, self.height - 8, x_title, "middle", "title"))
         middle = (_TOP + bottom) / 2
-        parts.append(
-            f'<text class="title" text-anchor="middle" transform="rotate(-90 14 {middle:.1f})" x="14" y="{middle:.1f}">'
-            f"{escape(y_title)}</text>"
-        )
-        return "".join(parts)
+        rotated = _text(14, middle, y_title, "middle", "title")
+        return "".join([*parts, f'<g transform="rotate(-90 14 {middle:.1f})">{rotated}</g>'])
 
 
 def ticks(low: float, high: float, whole: bool = False, count: int = 8) -> list[float]:
@@ -168,20 +148,6 @@ def ticks(low: float, high: float, whole: bool = False, count: int = 8) -> list[
     return [round(step * i, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def _vertical_grid(left: float, scale: float, most: float, bottom: float, height: float, title: str) -> str:
-    parts = []
-    for tick in ticks(0, most):
-        x = left + scale * tick
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom:.1f}"/>')
-        parts.append(_text(x, bottom + 16, f"{tick:g}", "middle", "tick"))
-    parts.append(_text((left + WIDTH - _RIGHT) / 2, height - 8, title, "middle", "title"))
-    return "".join(parts)
-
-
-def _label_width(labels: Sequence[str]) -> float:
-    return 24 + _CHARACTER * max(map(len, labels), default=0)
-
-
 def _circle(frame: _Frame, point: Point, radius: float, opacity: float) -> str:
     note = escape(point.note or point.label)
     return (
@@ -192,9 +158,13 @@ def _circle(frame: _Frame, point: Point, radius: float, opacity: float) -> str:
 
 def _rectangle(x: float, y: float, width: float, height: float, bar: Bar) -> str:
     return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" rx="1.5" '
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="1.5" '
         f'fill="{colour(bar.series)}"><title>{escape(bar.note)}</title></rect>'
     )
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str) -> str:

@@ -1,6 +1,4 @@
-"""Tasks: named lists of prompts, from files or from the set that comes with the package, and their token ids."""
-
-from __future__ import annotations
+"""Tasks: named lists of prompts, from files or built in, and their token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ def built_in_tasks(limit: int | None = None) -> list[Task]:
 
 
 def read_tasks(paths: Sequence[Path], limit: int | None = None) -> list[Task]:
-    """One task per file, named after the file."""
+    """One task for each file, named after it."""
     names = [path.stem for path in paths]
     for name in names:
         require(names.count(name) == 1, f"two data files are called {name!r}: results go by that name, so rename one")
@@ -43,7 +41,7 @@ def read_tasks(paths: Sequence[Path], limit: int | None = None) -> list[Task]:
 
 
 def questions(task: Task, engine: Engine, max_new_tokens: int, max_prompt_tokens: int | None = None) -> list[Question]:
-    """The task's prompts in the model's chat template, cut where they are too long, and sure to fit the context."""
+    """The task's prompts in the model's chat template, cut to `max_prompt_tokens`. All must fit the context."""
     room = engine.target.max_positions
     asked = []
     for prompt in task.prompts:
@@ -63,7 +61,7 @@ def questions(task: Task, engine: Engine, max_new_tokens: int, max_prompt_tokens
 
 
 def cut(ids: list[int], most: int | None) -> list[int]:
-    """Cuts a prompt to `most` tokens by removing its middle: the template and the question stand at the ends."""
+    """Cut a prompt to `most` tokens by removing its middle, since template and question are at the ends."""
     if most is None or len(ids) <= most:
         return ids
     tail = most // 2
@@ -71,7 +69,7 @@ def cut(ids: list[int], most: int | None) -> list[int]:
 
 
 def _numbered(questions: Sequence[Question]) -> list[Question]:
-    """Makes the ids unique: data files may repeat them."""
+    """Make the ids unique, since data files may repeat them."""
     ids = [question.id for question in questions]
     if len(set(ids)) == len(ids):
         return list(questions)

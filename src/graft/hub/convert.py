@@ -13,22 +13,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from graft.hub.registry import PackagedModel
 from graft.quiet import quiet_transformers
 
-# Newer ones keep the weights packed unless told otherwise; older ones always unpack, and have no such config.
+# Newer versions of transformers keep the weights packed by default. Older ones always unpack, and have no such config.
 _GGUF = getattr(transformers, "GgufConfig", None)
 _DENSE = {"quantization_config": _GGUF(dequantize=True)} if _GGUF is not None else {}
 
 
 def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -> None:
-    """Write the weights and tokenizer in `gguf` to the new `folder`. model: whose special tokens they are to have;
-    None: those that the file names."""
-    # The bar that transformers draws while it unpacks GGUF tensors obeys no switch, hence the redirection.
+    """Write the weights and tokenizer in `gguf` to the new `folder`.
+
+    Special tokens are those of `model`, or those that the file names if it is None.
+    """
+    # The progress bar for unpacking GGUF tensors cannot be switched off, so stderr is redirected.
     with quiet_transformers(), redirect_stderr(io.StringIO()):
-        network = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            **_DENSE,
-        )
+        network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_DENSE)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         if model is not None:
             tokenizer.bos_token = model.bos_token
@@ -37,11 +34,11 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
             endings = [tokenizer.convert_tokens_to_ids(token) for token in model.eos_tokens]
         else:
             facts = _tokenizer_facts(gguf)
-            if "eos_token_id" in facts:  # which some versions of transformers pass over for some models
+            if "eos_token_id" in facts:  # some versions of transformers ignore it for some models
                 tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(facts["eos_token_id"]))
             ends_of_turns = [int(facts[name]) for name in ("eot_token_id", "eom_token_id") if name in facts]
             endings = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends_of_turns]) if end is not None]
-            # A sentencepiece tokenizer begins texts with it, unless the file says otherwise.
+            # A sentencepiece tokenizer begins texts with the BOS token, unless the file says otherwise.
             if facts.get("add_bos_token", facts.get("model") == "llama"):
                 _begin_with_bos(tokenizer)
         tokenizer.model_max_length = network.config.max_position_embeddings
@@ -53,14 +50,14 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
             network.generation_config.eos_token_id = endings
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    # safetensors makes its files private to their owner; a shared GRAFT_HOME needs the umask's mode.
+    # safetensors makes files that only their owner can read; a shared GRAFT_HOME needs the mode of the umask.
     mode = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
         weights.chmod(mode)
 
 
 def _tokenizer_facts(gguf: Path) -> dict[str, Any]:
-    """What the file says of its tokenizer in a number, a word or a yes, by name."""
+    """The tokenizer fields of the file that are single values, by name."""
     from gguf import GGUFReader, GGUFValueType
 
     prefix, found = "tokenizer.ggml.", {}
@@ -71,7 +68,7 @@ def _tokenizer_facts(gguf: Path) -> dict[str, Any]:
 
 
 def _begin_with_bos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes texts begin with the BOS token, which the tokenizers that transformers makes of GGUF files leave out."""
+    """Make texts begin with the BOS token, which transformers leaves out of tokenizers made from GGUF files."""
     bos = tokenizer.bos_token
     if bos is None or tokenizer("a").input_ids[0] == tokenizer.bos_token_id:
         return

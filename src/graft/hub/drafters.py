@@ -1,11 +1,10 @@
 """Drafters by the names that `--draft` takes.
 
-A name is one of `NAMED`, whose drafters are made from the target itself; a packaged model or head; or a folder, a GGUF
-file or a hub id, whose config.json says what it holds. A new drafter of the target's own parts is registered here. A
-new kind of head file also needs `proposers.head_kinds`, which recognises it, and `proposers.factory`, which runs it.
+A name is one of three things: a key of `NAMED`, for drafters made from the target itself; a packaged model or head; or
+a folder, GGUF file or hub id, whose config.json says what it holds. Register a new drafter of the target's own parts
+here. A new kind of head file also needs `proposers.head_kinds`, which recognises it, and `proposers.factory`, which
+runs it.
 """
-
-from __future__ import annotations
 
 import math
 import warnings
@@ -42,13 +41,13 @@ _HEADS = Path(__file__).parents[1] / "heads"
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A drafter that comes from the target itself. It is called NAME, or NAME:VARIANT where there are several."""
+    """A drafter made from the target itself. It is called NAME, or NAME:VARIANT if there are several."""
 
-    what: str  # it is, in a few words
+    what: str  # a short description
     is_for: Callable[[PreTrainedModel], bool]
-    load: Callable[[str, PreTrainedModel, TreeSettings | None, Any | None], AnyDrafter]  # with the target's tokenizer
-    check: Callable[[str], object] = lambda draft: None  # a GraftError if VARIANT is no such thing
-    choose: Callable[[PreTrainedModel, Sequence[list[int]]], str] | None = None  # NAME:VARIANT, by answers to prompts
+    load: Callable[[str, PreTrainedModel, TreeSettings | None, Any | None], AnyDrafter]  # the last is a tokenizer
+    check: Callable[[str], object] = lambda draft: None  # raises a GraftError for an unknown VARIANT
+    choose: Callable[[PreTrainedModel, Sequence[list[int]]], str] | None = None  # the best NAME:VARIANT for prompts
 
 
 def _load_mtp(draft: str, model: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None) -> AnyDrafter:
@@ -77,12 +76,12 @@ NAMED = {
 
 
 def name_of(draft: str) -> str:
-    """NAME of NAME:VARIANT; of any other drafter what stands before a colon, which is in no `NAMED`."""
+    """NAME of NAME:VARIANT. For other drafters this is no key of `NAMED`."""
     return draft.partition(":")[0]
 
 
 def check_draft(draft: str) -> None:
-    """A GraftError if there is no such drafter, without loading it."""
+    """Raise a GraftError if there is no such drafter, without loading it."""
     if draft in (*PACKAGED_MODELS, *NAMED):
         return
     if name_of(draft) in NAMED:
@@ -94,7 +93,7 @@ def check_draft(draft: str) -> None:
 
 
 def is_possible(draft: str, model: PreTrainedModel) -> bool:
-    """Whether the model itself has what the drafter comes from, if it comes from the model."""
+    """Whether a drafter made from the target itself can be made from this one. True for other drafters."""
     name = name_of(draft)
     return name not in NAMED or NAMED[name].is_for(model)
 
@@ -106,10 +105,9 @@ def load_drafter(
     tokenizer: Any | None = None,
     draft_tokenizer: Any | None = None,
 ) -> AnyDrafter:
-    """A drafter for this model: one of `NAMED`; a head, by its folder, hub id or packaged name; or a small model,
-    likewise or in memory.
+    """Load a drafter for this model. draft: a name, as the module's docstring lists them, or a small model in memory.
 
-    tokenizer: the target's, with which a small model's is compared. draft_tokenizer: of a small model in memory.
+    tokenizer: the target's, which is compared with a small model's. draft_tokenizer: of a small model in memory.
     """
     if not isinstance(draft, str):
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
@@ -121,7 +119,10 @@ def load_drafter(
     is_whole_model = source == draft and (draft in PACKAGED_MODELS or is_gguf(draft))
     kind = "model" if is_whole_model else kind_of(folder_of(source, ("config.json",)))
     if kind == "model":
-        return _load_small_model(draft, model, tree, tokenizer)
+        from graft.hub.load import load_model
+
+        own, own_tokenizer = load_model(draft, device=str(model.device), dtype=model.dtype)
+        return _small_model_drafter(draft, own, own_tokenizer, model, tokenizer, tree)
     folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -137,15 +138,6 @@ def load_drafter(
     return drafter_for(head, tree)
 
 
-def _load_small_model(
-    name: str, target: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None
-) -> SmallModelDrafter:
-    from graft.hub.load import load_model
-
-    model, own_tokenizer = load_model(name, device=str(target.device), dtype=target.dtype)
-    return _small_model_drafter(name, model, own_tokenizer, target, tokenizer, tree)
-
-
 def _small_model_drafter(
     name: str,
     draft: PreTrainedModel,
@@ -154,39 +146,34 @@ def _small_model_drafter(
     tokenizer: Any | None,
     tree: TreeSettings | None,
 ) -> SmallModelDrafter:
-    """The drafter of a small model: by token ids if they mean the same to both models, else by text."""
-    own, its = draft.num_parameters(), target.num_parameters()
-    if own > its:
+    """The drafter of a small model: by token ids if both models share a vocabulary, else by text."""
+    num_draft, num_target = draft.num_parameters(), target.num_parameters()
+    if num_draft > num_target:
+        counts = f"{num_draft:,} and {num_target:,}"
         warnings.warn(
-            f"{name} has more parameters than the target ({own:,} and {its:,}): drafting with it will hardly pay",
-            stacklevel=2,
+            f"{name} has more parameters than the target ({counts}): drafting with it will hardly pay", stacklevel=2
         )
-    by_ids = shares_vocabulary(name, draft, target, draft_tokenizer, tokenizer)
-    its_runner = TargetRunner(target)
+    runner = TargetRunner(target)
     drafter: SmallModelDrafter
-    if by_ids:
+    if by_ids := shares_vocabulary(name, draft, target, draft_tokenizer, tokenizer):
         with said_of(name):
-            drafter = SmallModelDrafter(draft, its_runner.vocab_size, tree)
+            drafter = SmallModelDrafter(draft, runner.vocab_size, tree)
     else:
         pair = VocabularyPair(Vocabulary(draft_tokenizer, name), Vocabulary(tokenizer, "the target"))
         with said_of(name):
             drafter = OtherTokenizerDrafter(draft, pair, tree)
-    _warn_of_a_short_context(name, TargetRunner(draft).max_positions, its_runner.max_positions, by_ids)
+    context, most = TargetRunner(draft).max_positions, runner.max_positions
+    if context is not None and context < (most or math.inf):
+        longer = f"is {most:,}" if most is not None else "has no end"
+        then = "its drafts are poor" if by_ids else "it does not draft"
+        warnings.warn(
+            f"the context of {name} is {context:,} tokens and the target's {longer}: beyond it, {then}", stacklevel=3
+        )
     return drafter
 
 
-def _warn_of_a_short_context(name: str, context: int | None, its_context: int | None, by_ids: bool) -> None:
-    if context is None or context >= (its_context or math.inf):
-        return
-    longer = f"is {its_context:,}" if its_context is not None else "has no end"
-    then = "its drafts are poor" if by_ids else "it does not draft"
-    warnings.warn(
-        f"the context of {name} is {context:,} tokens and the target's {longer}: behind that {then}", stacklevel=4
-    )
-
-
 def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:
-    """The packaged head of that name, if it is for models of this one's width: the name is also a packaged model's."""
+    """The packaged head of this name, unless it is for a model of another width."""
     folder = packaged_head(name)
     if folder is None:
         return None
@@ -196,6 +183,6 @@ def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:
 
 
 def packaged_head(name: str) -> Path | None:
-    """The folder of the head that comes with the package for the packaged model of that name."""
+    """The folder of the head for the packaged model of this name, if the package has one."""
     folder = _HEADS / name
     return folder if name in PACKAGED_MODELS and folder.is_dir() else None

@@ -1,14 +1,13 @@
-"""Folders made to be published: a draft head as another engine reads it, and Graft as transformers' custom generate.
+"""Folders to publish: a draft head in another engine's layout, and Graft as transformers' custom generate.
 
-A head goes out with a model card: what it is, what was measured of it, and the command that serves it. Figures come
-from files that benchmarks wrote; none is made here.
+A head is exported with a model card: a description, measurements, and the command that serves it. Figures come from
+files that benchmarks wrote.
 """
-
-from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
 from graft.spec_decode.proposers.head_kinds import kind_of
 from graft.version import __version__
 
-# By engine: the layout of EAGLE-3 heads that it reads.
+# The layout of EAGLE-3 heads that each engine reads.
 ENGINES = {"sglang": "specforge", "vllm": "safeailab", "speculators": "speculators"}
 _VLLM = """vllm serve {model} \\
     --speculative-config '{{"method": "{method}", "model": ".", "num_speculative_tokens": {drafts}}}'"""
-_SERVE = {  # by engine and kind of head, where it lies in the folder one is in
+_SERVE = {  # by engine and kind of head, which is in the current folder
     ("sglang", "eagle3"): """python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 \\
     --speculative-draft-model-path . --speculative-num-steps 6 --speculative-eagle-topk 8 \\
     --speculative-num-draft-tokens 48""",
@@ -37,7 +36,7 @@ _SERVE = {  # by engine and kind of head, where it lies in the folder one is in
     ("vllm", "block"): _VLLM.replace("{method}", "dflash"),
     ("speculators", "eagle3"): "vllm serve .    # the config names its model, {model}",
 }
-_TRAINING = ("training.json", "log.jsonl", "loss.png")  # what `graft train` leaves beside a head
+_TRAINING = ("training.json", "log.jsonl", "loss.png")  # files that `graft train` writes beside a head
 
 CUSTOM_GENERATE = '''"""Decodes with Graft: the same text as `generate`, faster.
 
@@ -75,13 +74,13 @@ out = model.generate(**inputs, custom_generate="HERE", trust_remote_code=True, m
 print(tokenizer.decode(out[0]))
 ```
 
-`HERE` is this folder, or the name it has on the hub. It needs `pip install graft-decoding` ({version} or newer), which
-has the code; `custom_generate/generate.py` only calls it.
+`HERE` is this folder, or its name on the hub. It needs `pip install graft-decoding` ({version} or newer), which has the
+code; `custom_generate/generate.py` only calls it.
 """
 
 
 def export_custom_generate(folder: Path) -> None:
-    """Writes what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
+    """Write what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
     inner = _new_folder(folder) / "custom_generate"
     inner.mkdir()
     (inner / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
@@ -98,9 +97,9 @@ def export_head(
     results: Sequence[Path] = (),
     load: Sequence[Path] = (),
 ) -> None:
-    """Writes a head as an engine reads it, with a card.
+    """Write a head in an engine's layout, with a card.
 
-    model: what the card calls the target. results: files of `graft bench --out`. load: files of
+    model: the target's name on the card. results: files of `graft bench --out`. load: files of
     `benchmarks/batched_serving.py --out`.
     """
     require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
@@ -129,7 +128,7 @@ def export_head(
 
 
 def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
-    """What a speculators config says of the target."""
+    """What a speculators config says about the target."""
     if engine != "speculators":
         return {}
     constants: Any = EAGLE3_LAYOUTS["speculators"].constants["speculators_config"]
@@ -141,8 +140,8 @@ def _card(source: Path, kind: str, model: str, engine: str, about: str, command:
     parts = [
         f"---\nbase_model: {model}\ntags:\n- speculative-decoding\n- {kind}\n---",
         f"# A draft head ({name}) for {model}",
-        f"{about}. Files are laid out for {engine}. What a draft head proposes the model itself verifies: it changes "
-        "the speed of an answer, not the answer.",
+        f"{about}. Files are laid out for {engine}. The model verifies everything that a draft head proposes: the head "
+        "changes the speed of an answer, not the answer.",
         f"```\n{command}\n```",
         *tables,
     ]
@@ -152,23 +151,19 @@ def _card(source: Path, kind: str, model: str, engine: str, about: str, command:
 
 
 def _training_text(card: Path) -> str:
-    """What `graft train` said of a head, below its title; nothing of a card with front matter, which is another's."""
+    """The text of a card that `graft train` wrote, below its title. Cards with front matter are from elsewhere."""
     text = card.read_text(encoding="utf-8") if card.is_file() else "---"
     return "" if text.startswith("---") else text.partition("\n")[2].strip()
 
 
 def _accepted_table(facts: Any, path: Path) -> str:
-    """Mean accepted length and speed by task, of a file that `graft bench --out` wrote."""
-    try:
+    """Mean accepted length and speed by task, from a file that `graft bench --out` wrote."""
+    with _format_errors(path, "graft bench"):
         runs = [run for run in [*facts["runs"], *facts["averages"]] if run["method"] != "off"]
         methods = list(dict.fromkeys(str(run["method"]) for run in runs))
         tasks = list(dict.fromkeys(str(run["task"]) for run in runs))
         cell = {(r["task"], r["method"]): f"{r['mean_accepted']:.2f} ({r['speedup']:.2f})" for r in runs}
         place = dict(facts["environment"])
-    except KeyError as error:
-        raise GraftError(f"{path} is not what graft bench --out writes: it has no {error}") from error
-    except (TypeError, ValueError) as error:
-        raise GraftError(f"{path} is not what graft bench --out writes: {error}") from error
     head = f"| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}"
     rows = [f"| {task} | {' | '.join(cell.get((task, m), '') for m in methods)} |" for task in tasks]
     device = place.get("gpu") or place.get("device") or place.get("cpu") or "an unnamed device"
@@ -177,17 +172,22 @@ def _accepted_table(facts: Any, path: Path) -> str:
 
 
 def _load_table(facts: Any, path: Path) -> str:
-    """Tokens per second by concurrency, of a file that `benchmarks/batched_serving.py --out` wrote."""
-    try:
+    """Tokens per second by concurrency, from a file that `benchmarks/batched_serving.py --out` wrote."""
+    with _format_errors(path, "benchmarks/batched_serving.py"):
         rows = [
             f"| {r['concurrency']} | {r['plain']['tokens_per_second']:,.0f} | {r['graft']['tokens_per_second']:,.0f} |"
             for r in facts["results"]
         ]
-    except KeyError as error:
-        raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: it has no {error}") from error
-    except (TypeError, ValueError) as error:
-        raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: {error}") from error
     return "\n".join(["## Tokens per second by concurrency\n", "| at once | plain | Graft |", "|---|---|---|", *rows])
+
+
+@contextmanager
+def _format_errors(path: Path, writer: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise GraftError(f"{path} is not what {writer} --out writes: {reason}") from error
 
 
 def _read_json(path: Path) -> Any:
@@ -198,7 +198,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _dtype(folder: Path) -> torch.dtype:
-    """The weights' own, as the config says; bf16, as heads are published, where it does not."""
+    """The dtype that the config names, or bf16, as most heads are published."""
     name = read_config(folder).get("torch_dtype") or read_config(folder).get("dtype")
     found = getattr(torch, str(name), None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16

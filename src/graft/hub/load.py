@@ -1,7 +1,7 @@
 """Loads a model and its tokenizer by name: a packaged model, a local folder, a GGUF file, or a hub id.
 
-transformers does the loading; what it raises when a folder is incomplete is turned into a line that names
-the file. Code that comes with a model is never run.
+transformers does the loading. When a folder is incomplete, its exceptions become one line that names the file. Code
+that comes with a model is never run.
 """
 
 import json
@@ -31,7 +31,7 @@ from graft.quiet import quiet_transformers
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
-# What transformers raises for a model that cannot be had; anything else is a bug and keeps its traceback.
+# What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
 
 
@@ -39,7 +39,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
     """The model called `name` on `device`, ready to run, and its tokenizer."""
     source = _source(name)
     try:
-        # A hub id may mean a long download, whose bars should show.
+        # A hub id may need a long download, whose progress bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -48,17 +48,17 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation="eager" if has_soft_cap else None,  # the usual choice would leave the cap out
+                attn_implementation="eager" if has_soft_cap else None,  # the default ignores the cap
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-            model, report = loaded  # a pair when loading info is asked for, which the annotation leaves out
+            model, report = loaded  # a pair, because of output_loading_info
             model.to(device)
     except GraftError:
         raise
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load {name}: {_reason(source, error)}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+    if missing := sorted(report["missing_keys"]):  # transformers would continue with random weights
         raise ModelError(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
@@ -117,7 +117,7 @@ def _reason(source: Path | str, error: Exception) -> str:
 
 
 def _unreadable_part(folder: Path) -> str | None:
-    """The first fault in a model folder's files; called only after loading has failed."""
+    """The first fault in a model folder's files. Called only after loading has failed."""
     if not (folder / "config.json").is_file():
         return f"{folder / 'config.json'} is missing; give a folder written by save_pretrained"
     for path in sorted(folder.glob("*.json")):

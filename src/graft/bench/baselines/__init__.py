@@ -1,11 +1,9 @@
 """Baselines and ablations: the policies that Graft is compared with. Importing this package registers them by name.
 
-`dense` and `prune` are an EAGLE-3 tree without and with gates, `paper`, `root` and `tail` the published ways to graft
-on it, `block` and `block-paper` the same for a chain, `lookup` and `recycle` draft without a drafter. An ablation,
+`dense` and `prune` are an EAGLE-3 tree without and with gates. `paper`, `root` and `tail` are the published ways to
+graft on it. `block` and `block-paper` do the same for a chain. `lookup` and `recycle` need no drafter. An ablation,
 `graft-without-...`, is `graft` with one part left out.
 """
-
-from __future__ import annotations
 
 from graft.bench.baselines.ablations import ABLATIONS
 from graft.bench.baselines.block import Block, BlockPaper

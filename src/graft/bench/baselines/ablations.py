@@ -1,6 +1,4 @@
-"""Ablations: the policy `graft` with one part left out, to measure what that part is worth."""
-
-from __future__ import annotations
+"""Ablations: the policy `graft` with one part left out, to measure what that part contributes."""
 
 from collections.abc import Sequence
 
@@ -14,7 +12,7 @@ from graft.tree.candidates import Candidates, Ranking
 
 
 class WithoutSuffix(Grafter):
-    """`graft` without suffix lookup: no copies of the text itself nor of finished texts."""
+    """`graft` without suffix lookup: no copies of the text itself or of finished texts."""
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         return [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, SuffixLookup)]
@@ -41,13 +39,13 @@ class _OtherOrders(Grafter):
 
 
 class WithoutNgrams(_OtherOrders):
-    """`graft` without 2- and 3-gram tables: the adjacency matrix is left."""
+    """`graft` without 2- and 3-gram tables, but with the adjacency matrix."""
 
     orders = (1,)
 
 
 class WithoutAdjacency(_OtherOrders):
-    """`graft` without the adjacency matrix: 2- and 3-gram tables are left."""
+    """`graft` without the adjacency matrix, but with 2- and 3-gram tables."""
 
     orders = (3, 2)
 
@@ -73,7 +71,7 @@ class WithoutPruning(Grafter):
 
 
 class WithoutMerging(Grafter):
-    """`graft` without merging: a path proposed by several sources takes one node of the budget for each."""
+    """`graft` without merging: a path that several sources propose takes several nodes of the budget."""
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
         keep_best(candidates, caps)

@@ -1,13 +1,11 @@
 """block: one chain of a drafter's likeliest tokens, as DFlash drafts. block-paper: the published grafting on it, which
 keeps the confident prefix of the chain and retrieves its tail.
 
-Any drafter will do. No more was published than that the tail is filled by walking the adjacency matrix. Decided here:
-`paper`'s gates, at the same depths, say how far a chain is confident, by its path probability; a gate that stops a
-chain leaves the tokens down to its own depth, as it does in a tree; the walk begins at the last of them, takes each
-token's likeliest successor, and ends where the matrix has none or the chain is as long as `block`'s.
+Both work with any drafter. It is published only that the tail is filled by walking the adjacency matrix. We decided
+this: `paper`'s gates, at the same depths, end the confident prefix, by its path probability. A gate that stops a chain
+keeps the tokens down to its own depth, as in a tree. The walk starts at the last of them and takes each token's
+likeliest successor. It ends when the matrix has none, or when the chain is as long as `block`'s.
 """
-
-from __future__ import annotations
 
 from graft.bench.baselines import native
 from graft.bench.baselines.dense import Dense
@@ -21,13 +19,13 @@ from graft.tree.candidates import Candidates
 
 
 class Block(Dense):
-    """The chain of all drafts, each the likeliest after the one before: nothing pruned, nothing grafted."""
+    """The chain of the likeliest drafts, without pruning and grafting."""
 
     kept_of_a_level = 1
 
 
 class BlockPaper(Paper):
-    """The chain down to the gate that stops it, and behind it a walk in the adjacency matrix: as long as `Block`'s."""
+    """The chain down to the gate that stops it, then a walk in the adjacency matrix, up to the length of `Block`'s."""
 
     kept_of_a_level = 1
 
@@ -35,11 +33,11 @@ class BlockPaper(Paper):
         super().__init__(target, drafter, settings)
         assert self.drafter is not None
         self._budget = min(self._budget, self.drafter.max_depth)
-        self._kept = [self._budget] * (NEVER + 1)  # whatever was drafted
+        self._kept = [self._budget] * (NEVER + 1)  # all drafted nodes
         self.gates = Gates(CHAIN_THRESHOLDS)
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         length = min(self._budget, max_depth)
         shortest = min(length if stop == NEVER else GATES[stop] + 1 for stop in stops)
-        for _ in range(shortest, length):  # a chain has one leaf: a row's is extended until it is long enough
+        for _ in range(shortest, length):  # a chain has one leaf, which is extended until the chain is long enough
             native.extend_leaves(candidates, self._matrix.tables.structs, 1, 1, LIKELY, ADJACENCY, length)

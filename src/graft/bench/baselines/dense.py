@@ -1,6 +1,4 @@
-"""dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same, but gates stop the drafting."""
-
-from __future__ import annotations
+"""dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same with gates that stop drafting."""
 
 from collections.abc import Mapping
 
@@ -16,7 +14,7 @@ from graft.spec_decode.proposers.drafter import Drafter
 
 
 class Dense(Policy):
-    """The budget's likeliest nodes of the whole drafted tree: nothing pruned, nothing grafted."""
+    """The likeliest nodes of the whole drafted tree, without pruning and grafting."""
 
     drafts = True
     sources = ("root", "drafted")
@@ -25,7 +23,7 @@ class Dense(Policy):
         assert drafter is not None
         self.drafter = drafter
         self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
-        self.drafted: Drafted | None = None  # of the last round
+        self.drafted: Drafted | None = None  # in the last round
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
@@ -42,7 +40,7 @@ class Dense(Policy):
 
 
 class Prune(Dense):
-    """Dynamic draft depth only: the published method without its grafts."""
+    """The published method without its grafts: only the draft depth is dynamic."""
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         super().__init__(target, drafter, settings)

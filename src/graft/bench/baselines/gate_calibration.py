@@ -1,6 +1,4 @@
-"""Calibration of the gates: thresholds from warm-up prompts, for the methods that have gates."""
-
-from __future__ import annotations
+"""Calibration of the gates: thresholds learned from warm-up prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,9 +18,9 @@ from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST, Pol
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.tree import DraftTree
 
-_ENOUGH = 10  # a gate keeps its published threshold unless so many rounds are worth stopping, and so many going on
+_ENOUGH = 10  # least rounds that are worth stopping, and as many worth continuing, to change a published threshold
 
-Seen = list[tuple[list[float], int]]  # by round: confidences at the gates, and how many nodes were accepted
+Seen = list[tuple[list[float], int]]  # for each round, confidences at the gates and the number of accepted nodes
 Groups = Sequence[Sequence[Sequence[int]]]  # batches of prompts
 
 
@@ -33,7 +31,7 @@ def calibrated_gates(
     groups: Groups,
     settings: SamplingSettings,
 ) -> dict[str, Tensor]:
-    """New thresholds for the gates that a method's state has, learned from the prompts; none if it has no gates."""
+    """New thresholds for the gates in a method's state, learned from the prompts. Empty if it has no gates."""
     if drafter is None:
         return {}
     found: dict[str, Tensor] = {}
@@ -47,7 +45,7 @@ def calibrated_gates(
 
 
 class GateWatch(Dense):
-    """`dense` or `block`, recording each round's confidences at the gates and how many nodes were accepted."""
+    """`dense` or `block` that records each round's confidences at the gates and its number of accepted nodes."""
 
     def __init__(
         self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings, chain: bool = False
@@ -66,7 +64,7 @@ class GateWatch(Dense):
 def watch_gates(
     model: PreTrainedModel, drafter: Drafter, groups: Groups, settings: SamplingSettings, chain: bool = False
 ) -> Seen:
-    """Confidences at the gates and accepted nodes of every round while `dense` answers the prompts, group by group.
+    """Confidences at the gates and accepted nodes of every round in which `dense` answers the prompts.
 
     chain: `block` answers them instead.
     """
@@ -78,13 +76,13 @@ def watch_gates(
 
 
 def thresholds(seen: Seen, max_passes: int) -> list[float]:
-    """For each gate, the highest confidence at which stopping was better than drafting on.
+    """For each gate, the highest confidence at which stopping was better than further drafting.
 
-    Stopping a round loses the tokens it accepted below the depth drafted so far. It saves the passes still to come,
-    each worth the tokens that plain rounds yield in its time. What retrieval would add instead is not counted, so the
-    gates err on the side of drafting on. A gate sees only the rounds that the gates before it let through.
+    Stopping a round loses the tokens that it accepted below the depth drafted so far. It saves the remaining passes,
+    each worth the tokens that plain rounds yield in its time. What retrieval would add instead is not counted, so gates
+    stop rather too late. A gate sees only the rounds that passed the gates before it.
 
-    max_passes: the drafter's. A drafter that makes a single pass saves none: its thresholds stay the published ones.
+    max_passes: the drafter's. A drafter with a single pass saves none and keeps the published thresholds.
     """
     cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
     return _with_least_regret(seen, lambda left, depth: max(depth - left, 0) - cost * max(max_passes - left, 0))
@@ -93,15 +91,15 @@ def thresholds(seen: Seen, max_passes: int) -> list[float]:
 def chain_thresholds(seen: Seen) -> list[float]:
     """For each gate, the confidence that best separates chains accepted beyond its depth from the others.
 
-    As published: how much a stopped chain loses, and what it gets instead, does not count.
+    As published, the tokens that a stopped chain loses or gets instead do not count.
     """
     return _with_least_regret(seen, lambda left, depth: 1.0 if depth > left else -1.0)
 
 
 def _with_least_regret(seen: Seen, regret: Callable[[int, int], float]) -> list[float]:
-    """The gates' best thresholds.
+    """The best threshold of each gate.
 
-    regret: of stopping a round, from the passes made so far (the depth that is left) and its accepted nodes.
+    regret: the regret of stopping a round, from the depth that is kept and the number of accepted nodes.
     """
     chosen = []
     for gate, number in enumerate(GATES):
@@ -114,15 +112,15 @@ def _with_least_regret(seen: Seen, regret: Callable[[int, int], float]) -> list[
 
 
 def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64]) -> float | None:
-    """The threshold with the least sum of regrets over the rounds that it stops: those whose confidence is below it.
+    """The threshold with the least sum of regrets over the rounds that it stops, whose confidence is below it.
 
-    None where too few rounds are worth stopping, or too few worth going on. Of equal thresholds the lowest.
+    None if too few rounds are worth stopping, or too few worth continuing. Of equal thresholds, the lowest.
     """
     if min(np.sum(regrets < 0), np.sum(regrets > 0)) < _ENOUGH:
         return None
     order = confidences.argsort(kind="stable")
     values = np.append(0.0, confidences[order])
-    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret when all rounds up to here are stopped
+    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret if all rounds up to here are stopped
     is_last = np.append(values[1:] > values[:-1], False)  # no threshold separates equal confidences
     if not is_last[1:].any():
         return None

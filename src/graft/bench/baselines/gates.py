@@ -1,6 +1,4 @@
-"""Gates: drafting that stops, row by row, at certain depths if the likeliest path's q is at most a threshold."""
-
-from __future__ import annotations
+"""Gates: a row's drafting stops at certain depths if the q of its likeliest path is at most a threshold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ from graft.tree.candidates import Candidates, Level
 from graft.tree.tree import DRAFTED
 
 GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
-PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
-THRESHOLDS = "gates/thresholds"  # of trees, in a policy's state
-CHAIN_THRESHOLDS = "gates/chain"  # of chains: a likeliest path alone is accepted less far than the tree around it
+PUBLISHED = (0.135, 0.14, 0.485)  # thresholds in the middle of the published ranges
+THRESHOLDS = "gates/thresholds"  # key of the thresholds for trees in a policy's state
+CHAIN_THRESHOLDS = "gates/chain"  # key of those for chains, which are accepted less far than trees
 NEVER = len(GATES)  # the stop of a row that passed all gates
 
 
@@ -38,13 +36,13 @@ class Gates:
 
 @dataclass(frozen=True)
 class Drafted:
-    """How far each row was drafted, and why it stopped there."""
+    """How far each row was drafted, and which gate stopped it."""
 
     passes: list[int]
     depths: list[int]
     stops: list[int]  # the gate that stopped the row, or NEVER
-    confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 where the row did not come to it
-    is_whole: bool  # whether the answers' ends allowed all depths
+    confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 if the row did not reach it
+    is_whole: bool  # whether the token limits allowed all depths
 
 
 def draft_through_gates(
@@ -55,9 +53,9 @@ def draft_through_gates(
     clock: Clock,
     keep: int | None = None,
 ) -> Drafted:
-    """Adds drafted levels to the candidates, weighed by q itself, until the gates have stopped every row.
+    """Add drafted levels to the candidates, with q as probability, until gates have stopped every row.
 
-    Without thresholds no gate stops a row. Of a pass that brings many levels, a row takes those down to its gate.
+    Without thresholds no gate stops a row. If a pass yields many levels, a row takes those down to its gate.
     keep: nodes of a level, see `Drafter.passes`.
     """
     num_rows = len(batch.sequences)
@@ -83,8 +81,7 @@ def draft_through_gates(
 
 
 def _levels(drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None) -> Iterator[tuple[int, Level]]:
-    """Levels no deeper than the batch's `max_depth`, each with the passes made by then. A pass is made when the first
-    of its levels is asked for."""
+    """Levels down to the batch's `max_depth`, each with the number of passes so far. Passes are made on demand."""
     passes = drafter.passes(batch.draft, batch.roots(), keep, gates)
     levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))
     return islice(levels, max(batch.max_depth, 0))

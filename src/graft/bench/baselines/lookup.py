@@ -1,6 +1,4 @@
-"""lookup: suffix lookup in the text itself and nothing else; no drafter, no tables."""
-
-from __future__ import annotations
+"""lookup: suffix lookup in the text itself only, without drafter and tables."""
 
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from graft.tree.tree import ROOT
 
 
 class Lookup(Policy):
-    """What followed earlier occurrences of the text's end: no finished texts, no calibration beyond the prior."""
+    """Copies of what followed earlier occurrences of the text's end, with the prior as calibration."""
 
     sources = ("root", *SuffixLookup.names)
 

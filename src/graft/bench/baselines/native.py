@@ -1,6 +1,4 @@
-"""ctypes bindings of `baselines.c`: ways to choose candidates that only the benchmark's methods use."""
-
-from __future__ import annotations
+"""ctypes bindings of `baselines.c`: functions on candidates that only the benchmark's methods use."""
 
 import ctypes
 from array import array
@@ -44,7 +42,7 @@ def fill(
     source: int,
     max_depth: int,
 ) -> None:
-    """Adds each row's template below the root, with tokens from the only table; where it has none, padding."""
+    """Add each row's template below the root, with tokens from the only table, or padding where it has none."""
     candidates.reserve(max(template.count for template in templates))
     addresses = array("q", map(ctypes.addressof, templates))
     _native().baselines_fill(candidates.ref, tables, address_of(addresses), chance, source, max_depth)
@@ -59,12 +57,12 @@ def extend_leaves(
     source: int,
     max_depth: int,
 ) -> None:
-    """Adds to each of the `count` likeliest leaves of a row its first successors in the only table."""
+    """Add to each of the `count` likeliest leaves of a row its first successors in the only table."""
     candidates.reserve(count * num_children)
     _native().baselines_extend_leaves(candidates.ref, tables, count, num_children, chance, source, max_depth)
 
 
 def keep_best(candidates: Candidates, counts: Sequence[int]) -> None:
-    """Drops all but the root and the `counts[row]` likeliest nodes of each row. Equal paths count separately."""
+    """Drop all but the root and the `counts[row]` likeliest nodes of each row. Equal paths count separately."""
     numbers = array("q", counts)
     _native().baselines_keep_best(candidates.ref, address_of(numbers))

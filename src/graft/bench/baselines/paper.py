@@ -1,18 +1,15 @@
-"""paper: the published prune-and-graft with its gates, splits and widths, and two of its ablations; recycle.
+"""paper: the published prune-and-graft with its gates, splits and widths. Two of its ablations, and recycle.
 
-What was not published is decided here: rows of the matrix that were never written give no node, a token that was both
-drafted and retrieved is one node (its place stays empty), the root does not count in the budget, and which ranks a
-template has is decided in `template`.
+We decided what the publication leaves open. Empty rows of the matrix give no node. A token that is both drafted and
+retrieved is one node, and its second place stays empty. The root does not count in the budget. `template` decides
+which ranks a template has.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from graft.bench.baselines import native
-from graft.bench.baselines.adjacency import AdjacencyMatrix
 from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
 from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
 from graft.model import TargetRunner
@@ -20,16 +17,40 @@ from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
+from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.proposers.successor_table import SuccessorTables, adjacency_table
 from graft.tree.candidates import Candidates
 
-_KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped the drafting
+_KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped drafting
 _WIDTHS = (
     (8, 10, 8, 6, 5, 4, 4, 4, 3),
     (6, 7, 5, 4, 4, 3, 3, 2, 2),
     (4, 3, 3, 2, 2, 2, 2, 1, 1),
 )  # retrieved, by depth
 ADJACENCY = DRAFTED + 1
+
+
+class AdjacencyMatrix:
+    """M[vocab, k]: the target's top-k successors of each token. `tables` holds this one table."""
+
+    names: tuple[str, ...] = ("adjacency",)
+
+    def __init__(self, vocab_size: int, isolated: bool = False) -> None:
+        self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
+        self.common: tuple[str, ...] = () if isolated else self.names
+
+    def learn(self, top_k: TargetTopK) -> None:
+        self.tables.learn(top_k)
+
+    def finish(self, history: History) -> None:
+        """Do nothing: every token was learned when it was verified."""
+
+    def state(self) -> dict[str, Tensor]:
+        return named(self.names[0], self.tables.tables[0].state())
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.tables.tables[0].restore(part_of(state, self.names[0]))
 
 
 class Recycle(Policy):
@@ -55,8 +76,7 @@ class Recycle(Policy):
 
 
 class Paper(Policy):
-    """Gates after passes 1, 2 and 6; the gate that stops a row decides how its budget is split between drafted and
-    retrieved nodes."""
+    """Gates after passes 1, 2 and 6. The gate that stops a row decides how its budget is split."""
 
     drafts = True
     sources = ("root", "drafted", "adjacency")
@@ -91,7 +111,7 @@ class Paper(Policy):
         return self.gates.thresholds
 
     def _stops(self, drafted: Drafted) -> list[int]:
-        """By row, the gate whose split of the budget is used."""
+        """For each row, the gate whose split of the budget is used."""
         return drafted.stops
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
@@ -107,7 +127,7 @@ class Paper(Policy):
 
 
 class Root(Paper):
-    """Retrieval at the root beside the whole drafted tree, without pruning: two thirds of the budget are drafted."""
+    """Retrieval at the root beside the whole drafted tree, which gets two thirds of the budget."""
 
     def _thresholds(self) -> None:
         return None
@@ -117,7 +137,7 @@ class Root(Paper):
 
 
 class Tail(Root):
-    """Retrieval at the leaves: the likeliest leaves of the drafted tree get their first two successors."""
+    """Retrieval at the leaves: the likeliest leaves of the drafted tree are extended by their first two successors."""
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         count = (self._budget - self._kept[NEVER - 1]) // 2

@@ -1,11 +1,9 @@
 """Templates: fixed trees of successor ranks, which the adjacency matrix fills with tokens.
 
-The published method gives only how many nodes each depth has. Which ranks they are is ours: at every depth the
-nodes with the least product of 2 + rank along their path, so the best ranks get the most children and the chain
-of first ranks goes all the way down.
+Only the number of nodes at each depth is published. We chose the ranks: each depth has the nodes with the least product
+of 2 + rank along their path. So the best ranks have the most children, and the chain of first ranks reaches the full
+depth.
 """
-
-from __future__ import annotations
 
 import ctypes
 
@@ -13,15 +11,15 @@ from graft.bench.baselines.native import TemplateStruct
 from graft.model.verified import NUM_SUCCESSORS
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
-LIKELY = 0.5  # every node's probability after its parent: paths' only have to fall with depth
-
-
+LIKELY = 0.5  # acceptance probability of every node, so that path probabilities fall with depth
 NOTHING = TemplateStruct()
 
 
 def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateStruct:
-    """The template with `widths` nodes at depths 1, 2, 3 ...: of each its parent, its rank among the parent's k
-    successors, and its depth. Nodes are numbered from 1, and 0 is the root."""
+    """The template with `widths` nodes at depths 1, 2, 3 and so on. Nodes are numbered from 1; 0 is the root.
+
+    For each node it has the parent, the rank among the parent's k successors, and the depth.
+    """
     parents: list[int] = []
     ranks: list[int] = []
     depths: list[int] = []
@@ -37,7 +35,7 @@ def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateS
 
 
 def scaled(widths: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """The widths scaled to `budget` nodes in all, as near to their proportions as whole numbers allow."""
+    """The widths scaled to a total of `budget` nodes, rounded to whole numbers."""
     total, taken, given = sum(widths), 0, 0
     result = []
     for width in widths:

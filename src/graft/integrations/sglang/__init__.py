@@ -1,4 +1,4 @@
-"""Graft inside SGLang: a plugin that keeps its EAGLE-3 head and grafts retrieved text onto its trees (docs/sglang.md).
+"""Graft inside SGLang: a plugin that grafts retrieved text onto the trees of SGLang's EAGLE-3 head (docs/sglang.md).
 
-`plugin` is what SGLang finds, `worker` the only module that imports SGLang; all else runs without it.
+SGLang finds `plugin`. Only `worker` and `hooks` import SGLang; the other modules run without it.
 """

@@ -1,11 +1,9 @@
-"""Attention of a verify in SGLang's triton backend, by our kernel. Nothing here imports SGLang before it is used.
+"""Verify attention in SGLang's triton backend by our kernel. Nothing here imports SGLang before it is used.
 
-SGLang verifies with its kernel for prompts, which reads a text from its beginning to its end in one program for each
-head, however few the places are: with 64 requests that takes half of a step. And it copies the new keys and values
-first, two kernels a layer, since that kernel wants them close together; ours takes them as they lie.
+SGLang verifies with its prefill kernel, in which one program per head reads the whole text, even for few places. With
+64 requests that takes half of a step. SGLang also copies the new keys and values first, with two kernels a layer,
+because that kernel needs them contiguous. Ours reads them where they are.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 
 _MODULE = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _MAX_PLACES = 128
-_MAX_HEAD_BYTES = 256  # of a head vector: of longer ones too few keys fit into the shared memory of some GPUs
+_MAX_HEAD_BYTES = 256  # of a head vector; longer ones do not fit well into the shared memory of some GPUs
 
 
 def _attend(
@@ -29,7 +27,7 @@ def _attend(
     save_kv_cache: bool = True,
     sinks: Any = None,
 ) -> Any:
-    """`forward_extend`. Prompts and what our kernel does not know are computed as ever."""
+    """`forward_extend`: use our kernel for a verify that it supports, and SGLang's own code otherwise."""
     if (
         new_keys is None
         or new_values is None
@@ -61,7 +59,7 @@ def _attend(
 
 
 def _is_ours(backend: Any, query: Tensor, layer: Any) -> bool:
-    """Whether our kernel computes it: trees of one number of places, in full attention over a plain cache."""
+    """Whether our kernel supports it: trees with the same number of places, full attention over a plain cache."""
     known, num_places = backend.forward_metadata, backend.forward_metadata.max_extend_len
     if known.custom_mask is None or num_places > _MAX_PLACES:
         return False
@@ -83,7 +81,7 @@ def _is_ours(backend: Any, query: Tensor, layer: Any) -> bool:
 def _make_state(
     original: Callable[..., Any], backend: Any, max_rows: int, max_tokens: int, *args: Any, **more: Any
 ) -> None:
-    """`init_cuda_graph_state`, with room in the mask for the places behind the longest texts, which SGLang forgets."""
+    """`init_cuda_graph_state`: enlarge the mask for the places after the longest texts, which SGLang omits."""
     original(backend, max_rows, max_tokens, *args, **more)
     mask = getattr(backend, "cuda_graph_custom_mask", None)
     if mask is not None:

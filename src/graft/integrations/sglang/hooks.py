@@ -1,11 +1,8 @@
-"""Hooks of SGLang's functions, each called with the function itself and its arguments. Importing this needs SGLang.
+"""Hooks around SGLang's functions, each called with the original function and its arguments. Needs SGLang.
 
-They do what they always did unless one of our workers (`worker`) has called them: then the drafted levels are kept
-whole, the tree is Graft's, and the target's tokens are chosen by keyed noise and handed to the kernel that walks the
-tree.
+A hook calls the original function unless one of our workers (`worker`) is the caller. In that case all drafted levels
+are kept, the tree is Graft's, and the target's tokens are chosen by keyed noise before SGLang's kernel walks the tree.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
@@ -23,7 +20,7 @@ _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 
 
 class Worker(Protocol):
-    """What the hooks ask of our draft worker, `worker.GraftDraftWorker`, which documents it."""
+    """The part of `worker.GraftDraftWorker` that hooks use."""
 
     @property
     def learns(self) -> bool: ...
@@ -45,7 +42,7 @@ choosing: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("graft_choo
 
 @contextmanager
 def set_to(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    """Within it the variable has this value."""
+    """Set a context variable for the length of a `with` block."""
     token = variable.set(value)
     try:
         yield
@@ -54,7 +51,7 @@ def set_to(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 def _keep_levels(original: Any, scores: Any, tokens: Any, beams: Any, num_draft_token: int) -> Any:
-    """`organize_draft_results`: all drafted nodes, where SGLang keeps the best by score."""
+    """`organize_draft_results`: return all drafted nodes, of which SGLang keeps only the best by score."""
     if drafting.get() is None:
         return original(scores, tokens, beams, num_draft_token)
     joined = torch.cat([level.flatten(1) for level in scores], dim=1)
@@ -76,7 +73,7 @@ def _build_tree(
     tree_mask_buf: Tensor | None = None,
     position_buf: Tensor | None = None,
 ) -> Any:
-    """`build_tree_kernel_efficient`: what `_keep_levels` gave comes in, the verify's arrays go out."""
+    """`build_tree_kernel_efficient`: make the verify's arrays from the result of `_keep_levels`."""
     worker = drafting.get()
     if worker is None:
         sizes = (seq_lens, seq_lens_sum, topk, spec_steps, num_verify_tokens)
@@ -91,7 +88,7 @@ def _build_tree(
 
 
 def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any) -> Any:
-    """`eagle_prepare_for_verify`: the tree comes after it."""
+    """`eagle_prepare_for_verify`: fill in the tree afterwards."""
     result = original(verify_input, req_to_token_pool, batch, target_worker)
     worker: Worker | None = getattr(verify_input, "graft_worker", None)
     if worker is not None:
@@ -100,14 +97,16 @@ def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: An
 
 
 def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
-    """`eagle_sample`: SGLang applies penalties, biases and grammars and walks the tree, as it does for greedy rows; the
-    tokens that it compares are chosen by `_walk`."""
+    """`eagle_sample`: let SGLang apply penalties, biases and grammars and walk the tree as for greedy rows.
+
+    `_walk` chooses the tokens that SGLang compares with the tree's.
+    """
     worker: Worker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
     worker.digest()
     logits = logits_output.next_token_logits
-    # As the target gave them: penalties come in place.
+    # Before the call, since penalties change the logits in place.
     highest = likeliest_successors(logits) if worker.learns else None
     info, chosen = batch.sampling_info, []
 
@@ -130,7 +129,7 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
 
 
 def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`verify_tree_greedy_func`: with the tokens that are chosen, where SGLang gives the likeliest."""
+    """`verify_tree_greedy_func`: compare with the chosen tokens instead of the likeliest."""
     choose = choosing.get()
     if choose is not None:
         kwargs["target_predict"] = choose(kwargs["target_predict"])
@@ -150,7 +149,7 @@ _topk_of_sglang = eagle_worker_v2.fast_topk
 
 
 def _topk(values: Tensor, topk: int, dim: int) -> Any:
-    """`fast_topk`: of the head's probabilities by our kernel, which takes a sixth of the time."""
+    """`fast_topk`: use our kernel for the head's probabilities, which takes a sixth of the time."""
     if drafting.get() is None or not values.is_cuda or values.dim() != 2:
         return _topk_of_sglang(values, topk, dim)
     from graft.model.kernels.topk import highest  # needs Triton
@@ -159,5 +158,5 @@ def _topk(values: Tensor, topk: int, dim: int) -> Any:
     return best, tokens.long()
 
 
-# In this module alone and not by a hook: that would reach a function of SGLang's that torch.compile compiles.
+# Replaced in this module only. A hook would also change a function that SGLang compiles with torch.compile.
 eagle_worker_v2.fast_topk = _topk

@@ -1,5 +1,4 @@
-"""Triton kernels over SGLang's arrays: a verify's inputs and its attention. Importing this module needs Triton, and
-not SGLang."""
+"""Triton kernels over SGLang's arrays, for a verify's inputs and its attention. Needs Triton, but not SGLang."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = tl.constexpr(64)  # of a block, at most
-_MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times the query heads that share a key head
-_LEAST_SPLIT = 128  # keys before the tree that one program reads at least
+_KEYS = tl.constexpr(64)  # most keys of a block
+_MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times query heads per key head
+_LEAST_SPLIT = 128  # least keys before the tree that one program reads
 _MOST_SPLITS = 16
-_PROGRAMS = 528  # that keep a large GPU busy
+_PROGRAMS = 528  # enough to keep a large GPU busy
 _LOG2_E = 1.4426950408889634
 
 
@@ -28,17 +27,17 @@ def verify_attention(
     values: Tensor,
     key_starts: Tensor,  # [B + 1] where each row's slots begin
     slots: Tensor,  # of the text before each row's tree
-    mask: Tensor,  # flat: of every row D times (text + D), whether the place sees it; all see the text
+    mask: Tensor,  # flat: D x (text + D) for each row, whether the place sees it; all see the text
     mask_starts: Tensor,  # [B + 1]
     num_places: int,
     scale: float,
     cap: float = 0.0,
 ) -> None:
-    """Attention of every place over the text before the tree and the places that its mask shows.
+    """Attention of every place over the text before the tree and over the places that its mask allows.
 
-    Query heads that share a key head are rows of one tile, so that keys are read once for all of them, and the text is
-    split among programs. Lengths are read on the device: a launch can be captured and replayed while texts grow.
-    cap: a score becomes cap * tanh(score / cap), unless 0.
+    Query heads that share a key head are rows of one tile, so that keys are read once for all of them. The text is
+    split among programs. Lengths are read on the device, so a captured launch can be replayed while texts grow.
+    cap: if not 0, a score becomes cap * tanh(score / cap).
     """
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
@@ -46,7 +45,7 @@ def verify_attention(
     rows = min(max(triton.next_power_of_2(num_places * group), _LEAST_ROWS), _MOST_ROWS)
     tiles = triton.cdiv(num_places * group, rows)
     splits = min(max(_PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
-    splits = 1 << (splits.bit_length() - 1)  # few numbers, as a kernel is compiled for each
+    splits = 1 << (splits.bit_length() - 1)  # a kernel is compiled for each number, so there are few
     sums = out if splits == 1 else out.new_empty(len(query) * heads * splits * head_dim, dtype=torch.float32)
     states = out if splits == 1 else out.new_empty(2, len(query) * heads * splits, dtype=torch.float32)
     sizes: dict[str, Any] = {
@@ -62,13 +61,13 @@ def verify_attention(
         *(*keys.stride()[:2], *values.stride()[:2]),
         *(scale * _LOG2_E if not cap else scale / cap, cap * _LOG2_E, num_places, tiles),
         **sizes,
-        KEYS=_KEYS.value if splits > 1 else _KEYS.value // 2,  # of many requests: more of them fit a processor
+        KEYS=_KEYS.value if splits > 1 else _KEYS.value // 2,  # smaller for many requests, so that more run at once
         TREE_KEYS=min(max(triton.next_power_of_2(num_places), 16), _KEYS.value),
         GROUP=group,
         CAPPED=bool(cap),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         BLOCK_M=rows,
-        num_warps=8 if rows > 32 else 4,  # four would not have the registers
+        num_warps=8 if rows > 32 else 4,  # four warps would lack registers
         num_stages=2 if rows > 32 else 3,
     )
     if splits > 1:
@@ -85,9 +84,9 @@ def place_trees(
     lengths: Tensor,  # [B] of the texts before the trees
     tokens: Tensor,  # [B * D] int64, written
     positions: Tensor,  # [B * D or more] int64, written
-    mask: Tensor,  # flat, of one byte each: of every row D times (text + D); only what follows the text is written
+    mask: Tensor,  # flat bytes: D x (text + D) for each row; only the part after the text is written
 ) -> None:
-    """Writes trees to where a verify reads them."""
+    """Write trees into the inputs of a verify."""
     num_rows, num_places = seen.shape[:2]
     _place_kernel[num_rows, num_places](
         *(numbers, seen.view(torch.uint8), lengths, tokens, positions, mask.view(torch.uint8), num_rows, num_places),
@@ -110,7 +109,7 @@ def _place_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One place of a row."""
+    """Writes one place of a row."""
     row, place = tl.program_id(0), tl.program_id(1)
     at = row * places + place
     length = tl.load(lengths + row).to(tl.int64)
@@ -126,7 +125,7 @@ def _place_kernel(
 
 @triton.jit
 def _split_length(num_keys: tl.tensor, SPLITS: tl.constexpr, LEAST_SPLIT: tl.constexpr) -> tl.tensor:
-    """Keys of each split of a text but the last."""
+    """The number of keys of each split of a text but the last."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), _KEYS) * _KEYS, LEAST_SPLIT)
 
 
@@ -139,7 +138,7 @@ def _scores(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Scores [rows, keys] as exponents of two."""
+    """The scores [rows, keys] as exponents of 2."""
     scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
     if CAPPED:
         scores = cap * (1 - 2 / (tl.exp(2 * scores) + 1))
@@ -156,7 +155,7 @@ def _add_block(
     value: tl.tensor,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A softmax in progress, with the keys of one more block."""
+    """Adds the keys of one more block to a running softmax."""
     scores = tl.where(seen, scores, float("-inf"))
     highest = tl.maximum(maximum, tl.max(scores, axis=1))
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -209,7 +208,7 @@ def _verify_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """One tile of a row's places over one split of the text; the first split goes on with the tree."""
+    """One tile of a row's places over one split of the text. The first split also reads the tree."""
     row, split = tl.program_id(0), tl.program_id(2)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     first_key = tl.load(key_starts + row)
@@ -219,7 +218,7 @@ def _verify_kernel(
     if (split > 0) & (begin >= end):
         return
 
-    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # of a query among the row's for this key head
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # of a query among the row's queries for this key head
     place, member = number // GROUP, head * GROUP + number % GROUP
     real = place < places
     token = row.to(tl.int64) * places + place
@@ -287,7 +286,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
 ) -> None:
-    """One head of one place, from all splits of its text."""
+    """Combines all splits of the text for one head of one place."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token // places
     num_keys = tl.load(key_starts + row + 1) - tl.load(key_starts + row)

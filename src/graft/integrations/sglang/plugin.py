@@ -1,7 +1,5 @@
 """The entry point `sglang.srt.plugins`: SGLang calls `register` in its launcher and in every scheduler process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -12,9 +10,9 @@ _WORKERS = "sglang.srt.speculative.eagle_worker_v2"
 
 
 def register() -> None:
-    """Puts Graft's workers in the place of SGLang's EAGLE workers, where `GRAFT_SGLANG=1` asks for it.
+    """Replace SGLang's EAGLE workers by Graft's, if `GRAFT_SGLANG=1` is set.
 
-    SGLang only logs a plugin's exceptions and would go on without it: what is wrong ends the process instead.
+    SGLang would log a plugin's exception and continue without the plugin, so errors end the process instead.
     """
     try:
         settings = from_environment(os.environ)

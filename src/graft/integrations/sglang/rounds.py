@@ -1,9 +1,7 @@
-"""The rounds of a server: texts of requests that come and go, the tree that rank 0 proposes, what it learns of it.
+"""The rounds of a server: the texts of requests, the trees that rank 0 proposes, and what it learns from them.
 
 Nothing here imports SGLang or needs a GPU.
 """
-
-from __future__ import annotations
 
 import logging
 import secrets
@@ -29,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(Protocol):
-    """SGLang's `Req`, as far as it is used."""
+    """The part of SGLang's `Req` that is used here."""
 
     rid: str
     origin_input_ids: Sequence[int]
@@ -45,62 +43,62 @@ class _Known:
 
     request: Request
     seed: int
-    text: Text | None = None  # None: no tree was made for it yet
-    has_head: bool = True  # whether the head has read all of it, and so drafts for it
+    text: Text | None = None  # None: it had no tree yet
+    has_head: bool = True  # whether the head has read all of its text, and so drafts for it
 
 
 class Texts:
-    """The texts of requests, by request id: made when one is first seen, finished when it has left.
+    """The texts of requests, by request id. A text is made when its request is first seen, and finished at its end.
 
-    With overlapped scheduling a round begins before SGLang has taken in the results of the last: a request's own ids
-    lag behind, and what its text has got is told here (`Proposal.texts`, which `Rounds.learn` extends).
+    With overlapped scheduling a round begins before SGLang has processed the results of the last one. A request's own
+    ids then lag behind, so `Rounds.learn` extends the texts itself.
     """
 
     def __init__(self, vocab_size: int, max_texts: int, finish: Callable[[Text], None]) -> None:
         self._vocab_size, self._max_texts, self._finish = vocab_size, max_texts, finish
-        self._known: dict[str, _Known] = {}  # the longest unseen first
+        self._known: dict[str, _Known] = {}  # least recently seen first
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, requests: Sequence[Request], roots: Sequence[int], lengths: Sequence[int]) -> list[Text]:
-        """The texts of a decode batch, complete. Requests that are not in it and have ended are finished.
+        """The complete texts of a decode batch. Also finishes the texts of requests that have ended.
 
-        roots: the requests' last tokens. lengths: of the texts, the roots included.
+        roots: the requests' last tokens. lengths: of the texts, with the roots.
         """
         return [self._text_of(*each) for each in zip(self._see(requests), roots, lengths, strict=True)]
 
     def so_far(self, requests: Sequence[Request]) -> list[Text] | None:
-        """Their texts as they are known here; None where one is not."""
+        """The texts of these requests as they are known here, or None if one is not known."""
         known = [self._known.get(request.rid) for request in requests]
         texts = [each.text for each in known if each is not None and each.text is not None]
         return texts if len(texts) == len(known) else None
 
     def seeds(self, requests: Sequence[Request]) -> list[int]:
-        """The seeds of their draws: those that requests gave, else one drawn for each."""
+        """The sampling seeds of these requests: their own, or a random one for each."""
         return [known.seed for known in self._see(requests)]
 
     def lose_head(self, requests: Sequence[Request]) -> None:
-        """The head has not read these requests' last tokens, and drafts no more for them."""
+        """Note that the head has not read these requests' last tokens, and no longer drafts for them."""
         for known in self._see(requests):
             known.has_head = False
 
     def find_head(self, requests: Sequence[Request]) -> None:
-        """The head reads all of these requests, of which some may have lost it."""
+        """Note that the head reads the whole text of these requests, and drafts for them again."""
         for request in requests:
             known = self._known.get(request.rid)
             if known is not None and known.request is request:
                 known.has_head = True
 
     def have_heads(self, requests: Sequence[Request]) -> list[bool]:
-        """Which of these requests, all seen before, the head drafts for."""
+        """Whether the head drafts for each of these requests, which were all seen before."""
         return [self._known[request.rid].has_head for request in requests]
 
     def _see(self, requests: Sequence[Request]) -> list[_Known]:
         now = []
         for request in requests:
             known = self._known.pop(request.rid, None)
-            if known is not None and known.request is not request:  # another request with its id
+            if known is not None and known.request is not request:  # another request with the same id
                 self._end(known)
                 known = None
             if known is None:
@@ -110,7 +108,7 @@ class Texts:
         here = {known.request.rid: known for known in now}
         num_too_many = len(self._known) + len(here) - max(self._max_texts, len(here))
         for number, (rid, known) in enumerate(list(self._known.items())):
-            if known.request.finished() or number < num_too_many:  # else it waits for memory, and may come back
+            if known.request.finished() or number < num_too_many:  # others are preempted and may return
                 del self._known[rid]
                 self._end(known)
         self._known |= here
@@ -120,7 +118,7 @@ class Texts:
         text, request = known.text, known.request
         if text is None or text.num_prompt_tokens != len(request.origin_input_ids):
             text = known.text = self._text(request)
-        elif not _ends_in(text, root, length):  # tokens that came without a tree, or it has begun anew
+        elif not _ends_in(text, root, length):  # it got tokens without a tree, or was restarted
             if len(text.ids) >= length:
                 text = known.text = self._text(request)
             self._extend(text, request)
@@ -129,19 +127,19 @@ class Texts:
         return text
 
     def _extend(self, text: Text, request: Request) -> None:
-        """Adds what the request has got beyond the text."""
+        """Add the request's tokens that the text does not have yet."""
         text.ids += request.output_ids[max(len(text.ids) - text.num_prompt_tokens, 0) :]
 
     def _end(self, known: _Known) -> None:
         if known.text is not None:
             self._extend(known.text, known.request)
-            # With overlapped scheduling a round is made behind the end.
+            # With overlapped scheduling there is one more round after the end.
             del known.text.ids[known.text.num_prompt_tokens + len(known.request.output_ids) :]
             self._finish(known.text)
 
     def _text(self, request: Request) -> Text:
         prompt = request.origin_input_ids
-        # Places of an image hold numbers that are no tokens, and must never be proposed.
+        # Placeholders of images are not tokens, and must never be proposed.
         known = [token if 0 <= token < self._vocab_size else 0 for token in prompt]
         return Text([*known, *request.output_ids], num_prompt_tokens=len(prompt))
 
@@ -151,7 +149,7 @@ def _ends_in(text: Text, root: int, length: int) -> bool:
 
 
 class _Begun(NamedTuple):
-    """A round that was begun before its drafts came."""
+    """A round that was begun before its drafts arrived."""
 
     texts: list[Text]
     lengths: list[int]
@@ -166,15 +164,15 @@ class Proposal:
     round: Round | None
     tree: DraftTree
     texts: list[Text]
-    before: tuple[list[int], list[int]]  # by row, the token before the root and the one before that
+    before: tuple[list[int], list[int]]  # for each row, the token before the root and the one before that
     salts: list[int]
 
 
 class Rounds:
-    """What is decided about rounds: on rank 0 alone, since all ranks must verify the same tree."""
+    """The decisions of rounds, made on rank 0 only, since all ranks must verify the same tree."""
 
     def __init__(self, vocab_size: int, topk: int, num_steps: int, num_places: int, settings: SGLangSettings) -> None:
-        """num_steps, num_places: the most levels that the head drafts and the most places that a row has."""
+        """num_steps, num_places: the most levels that the head drafts, and the most places of a row."""
         self._vocab_size, self._topk, self._num_steps = vocab_size, topk, num_steps
         self._budget = min(settings.budget or num_places - 1, num_places - 1)
         self._settings = settings
@@ -182,16 +180,15 @@ class Rounds:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all texts and all that was learned of them."""
-        # All D places are verified whatever they hold, and all levels are there: nothing is decided by time.
+        """Forget all texts and everything learned from them."""
+        # All D places are verified and all levels are drafted in any case, so no decision depends on time.
         policy = PolicySettings(budget=self._budget, pass_cost=0.0, isolated=self._settings.isolated)
         self.grafter = Grafter(self._vocab_size, self._num_steps, policy, StepCost())
         self.texts = Texts(self._vocab_size, self._settings.max_texts, self.grafter.finish)
         self._begun: _Begun | None = None
 
     def begin(self, requests: Sequence[Request], num_places: int) -> None:
-        """Copies earlier text for the coming round while the head drafts for it, if the texts are known already, as
-        they are where the last round was learned from."""
+        """Retrieve copies of earlier text while the head drafts, if the texts are known after the last round."""
         texts = self.texts.so_far(requests)
         if texts is not None:
             roots = torch.tensor([text.ids[-1] for text in texts])
@@ -206,14 +203,16 @@ class Rounds:
     def propose(
         self, requests: Sequence[Request], roots: Tensor, lengths: Sequence[int], drafted: Drafted, num_places: int
     ) -> Proposal:
-        """The tree to verify in `num_places` of every row. roots [B]: the requests' last tokens; lengths: of their
-        texts with these; all on the host."""
+        """The tree to verify in `num_places` places of every row.
+
+        roots [B]: the requests' last tokens. lengths: of their texts, with the roots. All are on the host.
+        """
         texts, grafter = self.texts.of(requests, roots.tolist(), lengths), self.grafter
         self._check(texts, roots.tolist(), lengths)
         begun, self._begun = self._begun, None
         if begun is not None and begun[:3] == (texts, [len(text.ids) for text in texts], num_places):
             round = begun.round
-        else:  # requests have come or gone, or a text was not what it was thought to be
+        else:  # the batch or a text has changed
             round = self._round(roots, texts, num_places)
         if round is None:
             tree = DraftTree.roots(roots)
@@ -222,7 +221,7 @@ class Rounds:
             passes, num = ([level] for level in levels), len(levels)
             rows = self.texts.have_heads(requests)
             grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)
-            round.reaches.clear()  # passes are always made: nobody asks what fewer would have brought
+            round.reaches.clear()  # all passes are made in any case, so their gains need not be learned
             tree = grafter.graft(round)
         before, earlier = before_roots([text.ids for text in texts])
         salts = [grafter.salt_of(text) for text in texts]
@@ -231,13 +230,16 @@ class Rounds:
     def _check(self, texts: Sequence[Text], roots: Sequence[int], lengths: Sequence[int]) -> None:
         whole = all(_ends_in(*each) for each in zip(texts, roots, lengths, strict=True))
         if not whole and not self._has_warned:
-            # What is verified is right all the same, but little of what is looked up will be.
-            _log.warning("requests do not end in the token that is decoded next: Graft retrieves badly")
+            # The text stays right, but little that is retrieved will be accepted.
+            _log.warning("requests do not end with the token to be decoded next: Graft retrieves badly")
             self._has_warned = True
 
     def learn(self, proposal: Proposal, chosen: Tensor, successors: Tensor, logits: Tensor) -> Accepted:
-        """Learns from a verified tree. chosen [B, D]: the target's token after every place; successors, logits
-        [B, D, k]: its likeliest tokens there, int32 and float32; all on the host."""
+        """Learn from a verified tree. All tensors are on the host.
+
+        chosen [B, D]: the target's token after every place. successors, logits [B, D, k]: its top-k tokens there, int32
+        and float32.
+        """
         tree, width = proposal.tree, proposal.tree.width
         accepted = paths(tree, chosen[:, :width])
         columns = (tree.tokens, tree.parents, tree.sources)
@@ -251,7 +253,7 @@ class Rounds:
 
 @dataclass
 class _Totals:
-    """Of rounds since the last line in the log; seconds."""
+    """Counts and seconds since the last line in the log."""
 
     began: float
     rounds: int = 0
@@ -263,14 +265,14 @@ class _Totals:
 
 
 class RoundLog:
-    """A line in the log after so many rounds: tokens, and where their time went."""
+    """Logs tokens and times, in one line after every `every` rounds."""
 
     def __init__(self, every: int | None) -> None:
         self._every = every
         self._now = _Totals(time.perf_counter())
 
     def built(self, num_rows: int, waiting: float, started: float) -> None:
-        """A tree was sent; since `waiting` the head was waited for, since `started` the tree was built."""
+        """Count a tree that was sent. waiting: when waiting for drafts began. started: when building it began."""
         if self._every is None:
             return
         now, totals = time.perf_counter(), self._now

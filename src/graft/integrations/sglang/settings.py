@@ -1,4 +1,4 @@
-"""Settings of the SGLang plugin, from the environment: plugins cannot add flags; and what it asks of SGLang's own."""
+"""Settings of the SGLang plugin, read from the environment, and checks of SGLang's own flags."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from graft.settings import Settings, require, require_known
 from graft.spec_decode.policy_settings import MAX_BUDGET
 
 SWITCH = "GRAFT_SGLANG"
-VERSION = "0.5.15"  # of SGLang: hooks name its private functions
+VERSION = "0.5.15"  # the only version of SGLang whose private functions the hooks know
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
-_USUAL_TOKENS = 128  # that a step verifies in little more time than few: a GPU reads the weights meanwhile
-_ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # flags of SGLang
-_LEAST_PLACES = 4  # of a usual tree: smaller ones bring less than drafting costs
+_USUAL_TOKENS = 128  # a step verifies so many tokens in little more time than a few, since reading weights dominates
+_ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # SGLang's flags that allow one size
+_LEAST_PLACES = 4  # of a default tree: smaller ones gain less than drafting costs
 _WORDS = {word: yes for yes, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()}
-_WANTED = {"bool": "1 or 0", "int": "a whole number"}  # by the type of a setting
+_WANTED = {"bool": "1 or 0", "int": "a whole number"}  # for error messages, by the type of a setting
 
 
 @dataclass(frozen=True)
 class SGLangSettings(Settings):
     """Settings of the plugin; `GRAFT_SGLANG_BUDGET=31` sets `budget`."""
 
-    places: str | None = None  # "2:48,16:8": up to 2 requests trees of 48 places, up to 16 and above of 8; None: usual
-    budget: int | None = None  # nodes that a row verifies beside the root; None: --speculative-num-draft-tokens less 1
-    max_depth: int | None = None  # of a tree; None: its nodes alone bound it
-    max_texts: int = 4096  # requests that were seen and neither run nor finished, whose texts are kept
+    places: str | None = None  # "2:48,16:8": trees of 48 places up to 2 requests, of 8 above; None: the default sizes
+    budget: int | None = None  # nodes of a row beside the root; None: --speculative-num-draft-tokens less 1
+    max_depth: int | None = None  # of a tree; None: no limit but its nodes
+    max_texts: int = 4096  # most preempted requests whose texts are kept
     isolated: bool = False  # requests learn nothing from each other
-    log: int | None = None  # a line in SGLang's log after so many rounds; None: none
+    log: int | None = None  # rounds between two lines in SGLang's log; None: no lines
 
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "max_texts", "log"):
@@ -45,7 +45,7 @@ class SGLangSettings(Settings):
 
 
 def from_environment(environment: Mapping[str, str]) -> SGLangSettings | None:
-    """The settings; None where the plugin is not switched on. Unknown names are errors."""
+    """The settings, or None if the plugin is not switched on. Unknown names are errors."""
     types = {_variable(field.name): (field.name, str(field.type)) for field in fields(SGLangSettings)}
     found: dict[str, Any] = {}
     for name in sorted(environment):
@@ -58,7 +58,7 @@ def from_environment(environment: Mapping[str, str]) -> SGLangSettings | None:
 
 
 def _variable(setting: str) -> str:
-    """The environment variable of a setting: `GRAFT_SGLANG_BUDGET` of `budget`."""
+    """The environment variable of a setting, such as `GRAFT_SGLANG_BUDGET` for `budget`."""
     return f"{SWITCH}_{setting.upper()}"
 
 
@@ -76,7 +76,7 @@ def check_version(version: str) -> None:
 
 
 def check_server(server_args: Any, settings: SGLangSettings) -> None:
-    """Refuses flags of SGLang with which Graft cannot work. server_args: SGLang's `ServerArgs`, complete."""
+    """Refuse flags of SGLang with which Graft cannot work. server_args: SGLang's complete `ServerArgs`."""
     algorithm = str(server_args.speculative_algorithm)
     require(algorithm == "EAGLE3", f"{SWITCH}=1 needs --speculative-algorithm EAGLE3, not {algorithm}")
     topk, num_places = server_args.speculative_eagle_topk, server_args.speculative_num_draft_tokens
@@ -96,7 +96,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         flag = "--" + name.replace("_", "-")
         require(not getattr(server_args, name, False), f"Graft replaces what {flag} does: leave it out")
     config = Path(str(server_args.speculative_draft_model_path)) / "config.json"
-    if config.is_file():  # of a head on the hub, it is known once it is loaded
+    if config.is_file():  # a head on the hub is checked after loading
         try:
             architectures = tuple(json.loads(config.read_text(encoding="utf-8")).get("architectures") or ())
         except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -105,15 +105,15 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
 
 
 class TreeSize(NamedTuple):
-    """The trees of a batch."""
+    """The size of a batch's trees."""
 
-    max_requests: int | None  # of the batch; None: any number
-    places: int  # of each tree, the root among them; 1: no tree
+    max_requests: int | None  # largest batch that has this size; None: any
+    places: int  # of each tree, with the root; 1: no tree
     steps: int  # levels that the head drafts
 
 
 def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
-    """The sizes of a server's trees: one alone where its ranks, or halves of a batch, would each choose their own."""
+    """The sizes of a server's trees. With some flags there is one size, as ranks or half batches could disagree."""
     most = (server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
     one = [name for name in _ONE_SIZE if getattr(server_args, name, False)]
     if one and settings.places is None:
@@ -125,15 +125,15 @@ def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
 
 
 def tree_sizes(places: str | None, num_places: int, num_steps: int, max_requests: int | None = None) -> list[TreeSize]:
-    """The trees by the number of requests that are decoded together, the fewest requests first.
+    """The tree sizes by the number of requests decoded together, the fewest requests first.
 
-    places: as in `SGLangSettings`. num_places, num_steps: SGLang's own flags, the most of each. max_requests: the most
-    that are ever decoded together.
+    places: as in `SGLangSettings`. num_places, num_steps: SGLang's flags, the most of each. max_requests: the most
+    requests that can be decoded together.
     """
     by_requests = _usual_places(num_places) if places is None else _read_places(places, num_places)
     sizes = []
     for most, own in by_requests:
-        # A tree of so many places that is twice as wide at every level has so many levels.
+        # The number of levels of a tree that doubles its width at every level.
         steps = num_steps if own == num_places else min(max(own - 1, 1).bit_length(), num_steps)
         sizes.append(TreeSize(most, own, steps))
         if max_requests is not None and most >= max_requests:
@@ -142,8 +142,10 @@ def tree_sizes(places: str | None, num_places: int, num_steps: int, max_requests
 
 
 def captured_sizes(captured: Sequence[int], above: int, most: int | None) -> list[int]:
-    """The numbers of requests, of those that SGLang captures graphs for, that are needed for more than `above`
-    requests, up to `most`: batches are padded to the next larger one."""
+    """The batch sizes with CUDA graphs that are needed for batches above `above`, up to `most` requests.
+
+    captured: all batch sizes for which SGLang captures graphs. Batches are padded to the next larger one.
+    """
     needed = [size for size in captured if size > above and (most is None or size <= most)]
     larger = [size for size in captured if most is not None and size > most]
     if larger and most not in needed:
@@ -152,7 +154,7 @@ def captured_sizes(captured: Sequence[int], above: int, most: int | None) -> lis
 
 
 def _usual_places(num_places: int) -> list[tuple[int, int]]:
-    """As many as a step verifies in little more time than one token of each request; then none."""
+    """The default sizes: all requests together have at most 128 places, and very large batches have no trees."""
     found, own = [], num_places
     while own >= _LEAST_PLACES:
         found.append((max(_USUAL_TOKENS // own, 1), own))
@@ -184,7 +186,7 @@ def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
 
 
 def check_head(architectures: Sequence[str]) -> None:
-    """Refuses a head that SGLang would load as something else than an EAGLE-3 head."""
+    """Refuse a head that SGLang would not load as an EAGLE-3 head."""
     named = ", ".join(architectures) or "nothing"
     require(
         list(architectures) == [HEAD],

@@ -1,9 +1,7 @@
-"""SGLang's arrays: what its head has drafted as levels, a tree as its verify's inputs, and the tokens chosen there.
+"""Conversions of SGLang's arrays: drafts to levels, trees to the inputs of a verify, and logits to chosen tokens.
 
 Nothing here imports SGLang or needs a GPU. D is --speculative-num-draft-tokens: every row's tree has exactly D places.
 """
-
-from __future__ import annotations
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,38 +16,40 @@ from graft.tree.candidates import Level
 from graft.tree.native import native, plain
 from graft.tree.tree import TreeLinks
 
-_NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
+_NOISE_AT_ONCE = 1 << 22  # random numbers made at once, each in several copies of 8 bytes
 
 
 class Drafted(NamedTuple):
-    """What the head has drafted, M nodes by SGLang's flat ids: level 1 has K from 0, every further level K².
+    """The head's drafts: M nodes by SGLang's flat ids. Level 1 has the first K, every further level K².
 
-    The parent of a node f >= K is `beams[f // K]`, a flat id; that of the others is the root.
+    The parent of a node f >= K is `beams[f // K]`, a flat id. The parent of the first K nodes is the root.
     """
 
     tokens: Tensor  # [B, M] target ids
-    scores: Tensor  # [B, M] the head's q multiplied along the path
+    scores: Tensor  # [B, M] products of the head's q along the path
     beams: Tensor  # [B, 1 + levels * K] -1 for the root, then the flat ids of the K expanded nodes of each level
 
 
 class VerifyArrays(NamedTuple):
-    """The fields of SGLang's `EagleVerifyInput` for B trees of D places; of its names, in its order."""
+    """The fields of SGLang's `EagleVerifyInput` for B trees of D places, with its names and in its order."""
 
-    custom_mask: Tensor  # flat: of every row D times (prefix + D), whether the place sees it
+    custom_mask: Tensor  # flat: D x (prefix + D) for each row, whether the place sees it
     positions: Tensor  # [B * D]
-    retrieve_index: Tensor  # [B, D] where each place is among all
+    retrieve_index: Tensor  # [B, D] the index of each place among all
     retrieve_next_token: Tensor  # [B, D] first child in the row, -1 if none
     retrieve_next_sibling: Tensor  # [B, D]
     draft_token: Tensor  # [B * D]
 
 
 def levels_of(drafted: Drafted, topk: int, most_nodes: int = KEPT_OF_A_LEVEL) -> list[Level]:
-    """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
-    them. They are written over by the next call for as many rows. most_nodes: of a level, beside the expanded ones."""
+    """The drafted nodes as Graft's levels on the host, the likeliest nodes of each level first.
+
+    The next call for the same number of rows overwrites them. most_nodes: of a level, beside the expanded nodes.
+    """
     tokens, beams = plain(drafted.tokens), plain(drafted.beams)
     scores = plain(drafted.scores, torch.float32)
     num_rows, total = tokens.shape
-    # Of equal scores SGLang may have expanded one that is left out here: what is below it then has probability 0.
+    # With equal scores SGLang may have expanded a node that is left out here. Its children then have probability 0.
     width = max(min(KEPT_OF_A_LEVEL, most_nodes), topk)
     widths = (topk, *[min(topk * topk, width)] * ((total - topk) // (topk * topk)))
     columns, levels = _level_memory(num_rows, widths)
@@ -62,8 +62,10 @@ def levels_of(drafted: Drafted, topk: int, most_nodes: int = KEPT_OF_A_LEVEL) ->
 
 @lru_cache(maxsize=256)  # numbers of rows
 def _level_memory(num_rows: int, widths: tuple[int, ...]) -> tuple[list[Tensor], list[Level]]:
-    """Memory for levels of these widths, used by round after round: tokens, parents, q and paths, level after level;
-    and the levels, which are views of it."""
+    """Memory for levels of these widths, reused in every round, and the levels as views of it.
+
+    The columns are tokens, parents, q and path probabilities, level after level.
+    """
     size = num_rows * sum(widths)
     columns = [*torch.empty(2, size, dtype=torch.int64), *torch.empty(2, size)]
     by_level = (column.split([num_rows * width for width in widths]) for column in columns)
@@ -73,16 +75,18 @@ def _level_memory(num_rows: int, widths: tuple[int, ...]) -> tuple[list[Tensor],
 
 @lru_cache(maxsize=256)  # numbers of rows
 def link_memory(num_rows: int, num_places: int, is_pinned: bool) -> TreeLinks:
-    """Memory for a round's links. The next round writes over it: what this one has sent to a device has arrived by
-    then, since that round's drafts come behind it."""
+    """Memory for a round's links, which the next round overwrites.
+
+    That is safe: the next round's drafts arrive after this round's links have reached the device.
+    """
     return TreeLinks.empty(num_rows, num_places, is_pinned)
 
 
 def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
-    """The verify's inputs, where `seq_lens` [B] is; nothing waits for that device.
+    """The verify's inputs on the device of `seq_lens` [B], made without waiting for it.
 
-    links: of D places a row. seq_lens: tokens in the KV cache, without the root; seq_lens_sum: all of them, or more.
-    mask_buffer: where the mask is to be written, if the attention backend has such a place and the mask fits.
+    links: of D places for each row. seq_lens: tokens in the KV cache, without the root. seq_lens_sum: at least their
+    sum. mask_buffer: the attention backend's buffer for the mask, which is used if the mask fits.
     """
     device, (num_rows, num_places, _) = seq_lens.device, links.mask.shape
     tokens, depths, children, siblings = _to_device(links.numbers, device)
@@ -91,7 +95,7 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
     places = torch.arange(num_places, device=device)
     positions = lengths[:, None] + depths
     size = mask_size(links, seq_lens_sum)
-    if mask_buffer is None or len(mask_buffer) < size:  # a batch larger than those that are captured
+    if mask_buffer is None or len(mask_buffer) < size:  # too small for a batch larger than all captured ones
         mask = torch.ones(size, dtype=torch.bool, device=device)
     else:
         mask = mask_buffer.fill_(True)  # all of it: a padded batch reads beyond our rows
@@ -104,7 +108,7 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
 
 
 def mask_size(links: TreeLinks, seq_lens_sum: int) -> int:
-    """Places of a `VerifyArrays.custom_mask`: of every row D times (prefix + D)."""
+    """The length of a `VerifyArrays.custom_mask`: D x (prefix + D) for each row."""
     num_rows, num_places, _ = links.mask.shape
     return num_places * (seq_lens_sum + num_rows * num_places)
 
@@ -112,11 +116,10 @@ def mask_size(links: TreeLinks, seq_lens_sum: int) -> int:
 def fill_verify(
     links: TreeLinks, seq_lens: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Writes trees of D places to the verify's own inputs, and gives their links: each place's first child and next
-    sibling, [B, D]. Nothing waits for the device.
+    """Write trees of D places into the verify's inputs, without waiting for the device.
 
-    tokens [B * D], positions [B * D or more], mask: as in `VerifyArrays`; of the mask, what every place sees is there
-    already.
+    Returns each place's first child and next sibling, [B, D]. tokens [B * D], positions [B * D or more] and mask are as
+    in `VerifyArrays`. The mask already shows the prefix to every place.
     """
     if not seq_lens.is_cuda:
         arrays = verify_arrays(links, seq_lens, int(seq_lens.sum()), mask)
@@ -132,12 +135,12 @@ def fill_verify(
 
 @lru_cache(maxsize=256)  # numbers of rows
 def place_numbers(num_rows: int, num_places: int, device: torch.device) -> Tensor:
-    """[B, D] where each place is among all."""
+    """The index of each place among all, [B, D]."""
     return torch.arange(num_rows * num_places, device=device).view(num_rows, num_places)
 
 
 def likeliest_successors(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's likeliest tokens [B * D, k] int32 after every node, best first, and their logits in float32."""
+    """The target's top-k tokens [B * D, k] int32 after every node, best first, and their logits in float32."""
     if logits.is_cuda:
         from graft.model.kernels.topk import highest  # needs Triton
 
@@ -148,7 +151,7 @@ def likeliest_successors(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sampling(NamedTuple):
-    """How each of B rows chooses its tokens, all [B]. SGLang writes greedy as top-k 1 at temperature 1."""
+    """The sampling settings of B rows, each [B]. SGLang writes greedy as top-k 1 at temperature 1."""
 
     seeds: Tensor  # int64
     temperatures: Tensor
@@ -159,11 +162,10 @@ class Sampling(NamedTuple):
 
 
 def target_tokens(logits: Tensor, best: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """The target's own token [B * D] after every node: what is accepted is compared with it.
+    """The target's token [B * D] after every node, which decides what is accepted.
 
     logits [B * D, V]; best [B * D]: the likeliest tokens, which greedy rows choose; positions [B * D] of the nodes. The
-    noise is keyed by the row's seed and the position of the token to choose alone, so what the tree holds never changes
-    a choice.
+    noise depends only on the row's seed and the position of the chosen token, so the tree never changes a choice.
     """
     num_places = len(logits) // len(sampling.seeds)
     seeds, temperatures, top_k, top_p, min_p = (column.repeat_interleave(num_places) for column in sampling[:5])
@@ -185,7 +187,7 @@ def target_tokens(logits: Tensor, best: Tensor, positions: Tensor, sampling: Sam
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy there. On the host itself one too: the memory may be used again."""
+    """A copy on the device. On the host it is a copy too, since the memory is reused."""
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # else the transfer waits for the device; nothing is done where it is pinned
+        tensor = tensor.pin_memory()  # so that the transfer does not wait for the device; no copy if already pinned
     return tensor.to(device, non_blocking=True, copy=True)

@@ -1,14 +1,12 @@
 """SGLang's EAGLE workers with Graft's tree between the head's drafts and the verify. Importing this needs SGLang.
 
-SGLang's own code drafts, verifies and moves the KV cache. Some of its functions ask these workers first (`hooks`): the
-drafted levels are kept whole, the tree is Graft's, and the target's tokens are chosen by keyed noise.
+SGLang's own code drafts, verifies and moves the KV cache. Hooks in some of its functions (`hooks`) call these workers:
+all drafted levels are kept, the tree is Graft's, and the target's tokens are chosen by keyed noise.
 
-SGLang may overlap its scheduling with the GPU's work: while a verify runs it takes in the results of the one before.
-Between the last draft pass and the verify only this is in the way of the GPU: to read what was drafted, to build the
-tree, and to send it back.
+SGLang may overlap scheduling with the GPU's work: while a verify runs, it processes the results of the one before.
+Between the last draft pass and the verify, the GPU waits only for this: reading the drafts, building the tree, and
+sending it back.
 """
-
-from __future__ import annotations
 
 import copy
 import os
@@ -49,12 +47,12 @@ from graft.integrations.sglang.trees import (
 )
 from graft.tree.tree import TreeLinks
 
-_SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
-_DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
+_SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's switch: in rounds without trees the head reads nothing
+_DRAWN_AT_ONCE = 256  # places, since SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 
 class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
-    """The head, whose drafts are grafted and pruned."""
+    """The worker of the draft head, with Graft's trees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,53 +62,55 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         sizes = (self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
         self._rounds = Rounds(self._vocab_size, *sizes, _settings()) if self._group.rank_in_group == 0 else None
         self._log = RoundLog(_settings().log)
-        self._batch: Any = None  # SGLang's ScheduleBatch, while it is drafted for
-        self._coming: _Coming | None = None  # what is being drafted
-        self._proposal: Proposal | None = None  # the last, on rank 0
-        self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
+        self._batch: Any = None  # SGLang's ScheduleBatch, while drafting for it
+        self._coming: _Coming | None = None  # the drafts in progress
+        self._proposal: Proposal | None = None  # the last one, on rank 0
+        self._unlearned: Callable[[], object] | None = None  # learns the last round, whose results are on their way
         self.reads_prompts = True
 
     def draft(self, batch: Any) -> Any:
-        """The verify's input: SGLang's own course, in which `build` makes the tree."""
+        """The verify's input, made by SGLang's own code, in which `build` makes the tree."""
         self._batch = batch
         with set_to(drafting, self):
             verify_input = super().draft(batch)
         self._batch = None
-        # Bounds the walk down the tree: grafted chains are longer than drafted ones.
+        # Limits the walk down the tree. Grafted chains can be longer than drafted ones.
         verify_input.spec_steps = self.speculative_num_draft_tokens - 1
         verify_input.graft_worker = self
         return verify_input
 
     def draft_forward(self, forward_batch: Any) -> Any:
-        """The draft passes, which may be captured in a CUDA graph: with all levels as their result."""
+        """The draft passes, which may be captured in a CUDA graph. They return all levels."""
         with set_to(drafting, self):
             return super().draft_forward(forward_batch)
 
     def _draft_extend_for_prefill(self, batch: Any, hidden_states: Any, next_token_ids: Any, *more: Any) -> Any:
-        """The head reads prompts, or all of a request that begins anew; not those that come to rounds without trees."""
+        """Let the head read prompts and restarted requests, unless the next rounds have no trees."""
         if not self.reads_prompts:
             return eagle_worker_v2.EagleDraftInput(
                 bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
             )
         if self._rounds is not None:
-            whole = zip(batch.reqs, batch.prefix_lens or (), strict=True)  # a later part of a prompt changes nothing
+            whole = zip(batch.reqs, batch.prefix_lens or (), strict=True)  # only a prompt's first part counts
             self._rounds.texts.find_head([request for request, num_before in whole if num_before == 0])
         return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *more)
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
-        """The head reads what was accepted, and gives the first level of the next round."""
+        """Let the head read the accepted tokens and draft the first level of the next round."""
         with set_to(drafting, self):
             super()._draft_extend_for_decode(batch, batch_result)
 
     def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
-        """Rank 0's tree as the verify's inputs; where SGLang has a buffer for the mask, only a place for them, which
-        `fill` fills once SGLang has prepared the verify: that takes as long as the head's passes, and waits for none.
+        """Rank 0's tree as the verify's inputs.
+
+        If SGLang has a buffer for the mask, the inputs are empty, and `fill` fills them after SGLang has prepared the
+        verify. That preparation takes as long as the head's passes, and runs at the same time.
         """
         coming = self._coming = _Coming(self, roots, drafted, seq_lens, self._batch.seq_lens_cpu)
         self._catch_up()  # while the head is drafting
         if self._rounds is not None:
             self._rounds.begin(self._batch.reqs, self.speculative_num_draft_tokens)
-        is_prepared_elsewhere = getattr(self, "plan_stream", None) is not None  # on a stream that knows nothing of this
+        is_prepared_elsewhere = getattr(self, "plan_stream", None) is not None  # on another CUDA stream
         if mask is None or is_prepared_elsewhere or getattr(self.target_worker.model_runner, "model_is_mrope", False):
             return self._arrays(self._batch.reqs, seq_lens, mask)
         size = (len(seq_lens), self.speculative_num_draft_tokens)
@@ -120,30 +120,31 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return VerifyArrays(mask, positions, index, index, index, tokens)
 
     def fill(self, verify_input: Any, requests: Any, is_captured: bool) -> None:
-        """The tree into the verify's inputs, where `build` has left them empty.
+        """Write the tree into the verify's inputs, if `build` has left them empty.
 
-        is_captured: the verify is a graph, which reads the mask that SGLang has for it."""
+        is_captured: the verify is a CUDA graph, which reads SGLang's own mask buffer.
+        """
         coming = self._coming
         if coming is None or coming.mask is None:
             return
         links, num_tokens = self._links(requests)
         size = mask_size(links, num_tokens)
-        if len(coming.mask) < size:  # a batch larger than those that are captured
+        if len(coming.mask) < size:  # too small for a batch larger than all captured ones
             if is_captured:
                 raise GraftError(f"SGLang's mask has room for {len(coming.mask)} tokens, and {size} are needed")
             verify_input.custom_mask = torch.ones(size, dtype=torch.bool, device=coming.seq_lens.device)
-        # Tokens and positions are in the forward pass's input already; it reads the others here.
+        # The forward's input already refers to these tokens and positions, so they are written in place.
         written = (verify_input.draft_token, verify_input.positions, verify_input.custom_mask)
         found = fill_verify(links, coming.seq_lens, *written)
         verify_input.retrieve_next_token, verify_input.retrieve_next_sibling = found
 
     def _arrays(self, requests: Any, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
         links, num_tokens = self._links(requests)
-        # SGLang's own number of tokens is unknown where it has a buffer for the mask.
+        # SGLang does not know the number of tokens if it has a buffer for the mask.
         return verify_arrays(links, seq_lens, num_tokens, mask)
 
     def _links(self, requests: Any) -> tuple[TreeLinks, int]:
-        """Rank 0's trees, once its drafts have come; and the tokens of all texts before them."""
+        """Wait for the drafts; return rank 0's trees and the total number of tokens before them."""
         coming, self._coming = self._coming, None
         assert coming is not None
         waiting = time.perf_counter()
@@ -165,7 +166,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor:
         """Rank 0's choice of the target's token after every place, [B, D] on the device.
 
-        info: SGLang's `SamplingBatchInfo`. logits: with penalties; best [B, D]: the likeliest tokens by them.
+        info: SGLang's `SamplingBatchInfo`. logits: with penalties. best [B, D]: their likeliest tokens.
         """
         if info.is_all_greedy or self._rounds is None:  # other ranks get rank 0's choice
             chosen = best
@@ -179,7 +180,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return chosen
 
     def remember(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
-        """Sends a verify's results to the host, to be learned from before the next draft."""
+        """Send a verify's results to the host, which learns from them before the next draft."""
         rounds, proposal, self._proposal = self._rounds, self._proposal, None
         assert rounds is not None and proposal is not None
         results = {"chosen": chosen, "successors": successors, "logits": logits}
@@ -199,7 +200,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._unlearned = learn
 
     def digest(self) -> None:
-        """Learns of the last round what need not be known before the next tree: now that tree is being verified."""
+        """Do the part of learning that the next tree did not need, while that tree is being verified."""
         if self._rounds is not None:
             self._rounds.grafter.catch_up()
 
@@ -209,27 +210,27 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     @property
     def learns(self) -> bool:
-        """Whether the tree that is being verified is to be remembered here."""
+        """Whether this rank learns from the tree that is being verified."""
         return self._proposal is not None
 
     def leave_out(self) -> None:
-        """A round without a tree comes: nothing is learned from it."""
+        """Prepare for a round without a tree, from which nothing is learned."""
         self._catch_up()
         self._proposal = None
 
     def lose_head(self, requests: Any) -> None:
-        """The head has not read what this round has decoded."""
+        """Note that the head has not read the tokens of this round."""
         if self._rounds is not None:
             self._rounds.texts.lose_head(requests)
 
     def reset(self) -> None:
-        """Forgets all texts and all that was learned of them."""
+        """Forget all texts and everything learned from them."""
         self._unlearned = self._proposal = self._coming = None
         if self._rounds is not None:
             self._rounds.reset()
 
     def _broadcast(self, value: Any) -> Any:
-        """Rank 0's value on all ranks."""
+        """Broadcast rank 0's value to all ranks."""
         return self._group.broadcast_object(value) if self._group.world_size > 1 else value
 
     def _catch_up(self) -> None:
@@ -247,26 +248,26 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
 
 class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
-    """SGLang's EAGLE worker over a `GraftDraftWorker`, which has the name by which its constructor finds one.
+    """SGLang's EAGLE worker with a `GraftDraftWorker`, which its constructor finds by name.
 
-    Trees are smaller where more requests are decoded together. SGLang captures graphs and makes attention backends for
-    one size, and can make further ones (its adaptive mode, which it has for chains): one is in use at a time.
+    Trees are smaller if more requests are decoded together. SGLang captures graphs and makes attention backends for one
+    size. Its adaptive mode, made for chains, can make more of them, of which one is used at a time.
     """
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         settings = _settings()
         check_server(server_args, settings)
-        if server_args.disable_radix_cache:  # else later requests would find text that the head has not read
+        if server_args.disable_radix_cache:  # with a prefix cache, requests would share text the head has not read
             os.environ.setdefault(_SKIP, "1")
         super().__init__(server_args, *args, **kwargs)
         self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
         self._sizes = sizes_for(server_args, settings)
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
-        self._present: dict[str, Any] = {}  # by id, the requests of the last round and those that came since
-        self._without_trees: dict[int, Any] = {}  # by the number of requests, the input of a verify without trees
-        self._no_drafts: dict[str, Tensor] = {}  # zeros for as many requests as there were: what stands for drafts
-        # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
+        self._present: dict[str, Any] = {}  # by id, the requests of the last round and later ones
+        self._without_trees: dict[int, Any] = {}  # inputs of a verify without trees, by the number of requests
+        self._no_drafts: dict[str, Tensor] = {}  # zeros in place of drafts, for the most requests so far
+        # In this worker it is the greatest depth of a verified path. In the draft worker it is the number of levels.
         self.speculative_num_steps = self._first.places - 1
 
     def init_cuda_graphs(self) -> None:
@@ -282,14 +283,14 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
             draft_extend_attn_backend=draft.draft_extend_attn_backend,
             cuda_graph_runner_for_draft_extend=draft.cuda_graph_runner_for_draft_extend,
         )
-        above = 0  # requests for which smaller batches have another size
+        above = 0  # the largest batch of the size before
         for size in self._sizes:
             if size[1:] not in self._states:
                 self._states[size[1:]] = self._make_state(size, above)
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A round, or prompts: these the head reads unless they come to so many requests that there are no trees."""
+        """Run a round or a prefill. The head reads prompts unless there will be too many requests for trees."""
         coming = {request.rid: request for request in batch.reqs}
         if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
             self._present = coming
@@ -303,10 +304,10 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         return result
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Before a round of so many requests: their size of trees."""
+        """Switch to the tree size for a round of so many requests."""
         size = self._size_for(batch_size)
         state = self._states.get(size[1:])
-        if state is None or state is self._now:  # none: SGLang has not captured anything yet
+        if state is None or state is self._now:  # None: SGLang has not captured anything yet
             return
         self._now, draft, target = state, self.draft_worker, self.target_worker.model_runner
         for worker in (self, draft):
@@ -320,20 +321,20 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
             draft.draft_runner.attn_backend = state.draft_extend_attn_backend
         target.attn_backend = state.target_attn_backend
         target.decode_cuda_graph_runner = state.target_graph_runner
-        # The server's flags stay: memory is reserved by them, for the largest trees.
+        # The server's flags stay the same: SGLang reserves memory by them, for the largest trees.
 
     def clear_cache_pool(self) -> None:
         super().clear_cache_pool()
         self.draft_worker.reset()
 
     def _build_trivial_verify_input(self, batch: Any) -> Any:
-        """The verify of roots alone, which SGLang makes where no place is left for drafts."""
+        """The verify of the roots alone, for rounds without trees."""
         self.draft_worker.leave_out()
         num_rows, known = len(batch.reqs), self._without_trees
         mask, positions = self.target_worker.model_runner.attn_backend.get_verify_buffers_to_fill_after_draft()
         if mask is None or positions is not None or batch.forward_mode.is_idle():
             made = super()._build_trivial_verify_input(batch)
-        else:  # but for two fields it is the same in every round: fewer launches, for which the GPU would wait
+        else:  # all but two fields are the same in every round, so they are reused to save launches
             if num_rows not in known or known[num_rows].custom_mask is not mask:
                 known[num_rows] = super()._build_trivial_verify_input(batch)
             made = copy.copy(known[num_rows])
@@ -344,10 +345,12 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def _finalize_accept_tree_path(
         self, batch: Any, accept_index: Tensor, accept_lens: Tensor, predict: Tensor, logits_output: Any, bs: int
     ) -> Tensor:
-        """Moves the accepted path's keys and values, tokens and features to the front of each row's places, as SGLang
-        does, in fewer launches. accept_index [B, D]: the path's places among all, then -1."""
+        """Move the accepted path's keys and values, tokens and features to the front of each row's places.
+
+        SGLang does the same with more launches. accept_index [B, D]: indices of the path's places, then -1.
+        """
         num_places = self.speculative_num_draft_tokens
-        if num_places == 1:  # it is in front
+        if num_places == 1:  # nothing to move
             return predict
         own = place_numbers(bs, num_places, accept_index.device)
         order = torch.where(accept_index < 0, own, accept_index).flatten()  # what is not accepted stays
@@ -358,8 +361,10 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         return predict[order]
 
     def _stub_skipped_draft_extend(self, batch: Any, batch_output: Any) -> None:
-        """After a round without trees, and after prompts before one: the head reads nothing of them, which would cost
-        as much as a tenth of the time. What is decoded later of these requests is retrieved alone."""
+        """Skip the head after a round without trees, and after a prefill before one.
+
+        That saves up to a tenth of the time. Later trees of these requests have retrieved tokens only.
+        """
         made, num_rows = batch_output.next_draft_input, len(batch.reqs)
         if num_rows > len(self._no_drafts.get("topk_p", ())):
             super()._stub_skipped_draft_extend(batch, batch_output)
@@ -369,7 +374,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self.draft_worker.lose_head(batch.reqs)
 
     def _skips_without_trees(self) -> bool:
-        """Whether the head reads nothing where there are no trees. It does where others decode what is read here."""
+        """Whether the head is skipped in rounds without trees. Not if another server decodes what is prefilled here."""
         is_decoded_here = getattr(self.server_args, "disaggregation_mode", "null") == "null"
         return is_decoded_here and bool(getattr(eagle_worker_v2.envs, _SKIP).get())
 
@@ -377,7 +382,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         return next(each for each in self._sizes if each.max_requests is None or num_requests <= each.max_requests)
 
     def _make_state(self, size: TreeSize, above: int) -> Any:
-        """Backends and graphs for batches of more than `above` requests, up to the size's."""
+        """Backends and graphs for batches above `above` requests, up to the size's `max_requests`."""
         draft, graphs = self.draft_worker, self.server_args.cuda_graph_config.decode
         captured = graphs.bs
         with (
@@ -394,7 +399,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
 
 
 class _Coming:
-    """What a tree is built from, on its way to the host."""
+    """The inputs of a tree, on their way to the host."""
 
     def __init__(
         self,
@@ -405,7 +410,7 @@ class _Coming:
         seq_lens_cpu: Tensor | None,
     ) -> None:
         self.seq_lens, self._lengths = seq_lens, seq_lens_cpu
-        self.mask: Tensor | None = None  # of a verify that is filled later
+        self.mask: Tensor | None = None  # of a verify that `fill` fills later
         wanted = {"lengths": seq_lens} if seq_lens_cpu is None else {}
         if worker.decides:
             wanted |= {"roots": roots} | drafted._asdict()
@@ -415,7 +420,7 @@ class _Coming:
             self._arrived.record()
 
     def wait(self) -> tuple[Tensor, list[Tensor]]:
-        """The rows' tokens in the KV cache; roots and drafts, where this rank decides."""
+        """Each row's tokens in the KV cache, and roots and drafts if this rank decides."""
         if self._arrived is not None:
             self._arrived.synchronize()
         if self._lengths is not None:
@@ -424,8 +429,10 @@ class _Coming:
 
 
 def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, num_places: int) -> Tensor:
-    """The tokens [B * D] that SGLang's own sampler draws there in its deterministic mode, by its noise of seed and
-    position: a text is then the one that it draws without speculation. (It refuses seeds with min-p.)"""
+    """The tokens [B * D] that SGLang's own sampler draws in deterministic mode, by seed and position.
+
+    So the text is the one that SGLang draws without speculation. (It refuses seeds with min-p.)
+    """
     columns = (info.temperatures.flatten(), info.sampling_seed, info.top_ks, info.top_ps, info.min_ps)
     temperatures, seeds, *limits = (column.repeat_interleave(num_places) for column in columns)
     is_truncated = info.need_top_k_sampling or info.need_top_p_sampling
@@ -451,12 +458,12 @@ def _settings() -> SGLangSettings:
 
 
 def _to_host(tensor: Tensor, use: str) -> Tensor:
-    """A copy that may still be on its way, and that the next one for the same use is written over."""
+    """A copy that may still be on its way. The next copy for the same use overwrites it."""
     num_rows, *sizes = tensor.shape
     memory = _host_memory(use, 1 << (num_rows - 1).bit_length(), tuple(sizes), tensor.dtype, tensor.is_cuda)
     return memory[:num_rows].copy_(tensor, non_blocking=True)
 
 
-@lru_cache(maxsize=1024)  # uses, powers of two and sizes of trees
+@lru_cache(maxsize=1024)  # uses x powers of two x sizes of trees
 def _host_memory(use: str, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
     return torch.empty(num_rows, *sizes, dtype=dtype, pin_memory=is_pinned)
