@@ -17,14 +17,14 @@ from graft.cli.terminal import notes
 from graft.errors import GraftError
 
 LOAD: Group = {
-    "requests": option(int, "--requests", "Number of requests.", "64"),
-    "concurrency": option(int, "--concurrency", "Most requests in flight at once.", "8"),
-    "rate": option(float, "--rate", "Requests to start per second.", "start one when another ends"),
-    "max_tokens": option(int, "--max-tokens", "Longest answer.", "128"),
-    "temperature": option(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
-    "plain": option(bool, "--plain", "Ask a Graft server not to speculate."),
-    "slo_first": option(float, "--slo-first", "Service level: most seconds to the first token.", "2"),
-    "slo_token": option(float, "--slo-token", "Service level: most seconds per further token.", "0.2"),
+    "requests": option(int, "Number of requests.", "64"),
+    "concurrency": option(int, "Most requests in flight at once.", "8"),
+    "rate": option(float, "Requests to start per second.", "start one when another ends"),
+    "max_tokens": option(int, "Longest answer.", "128"),
+    "temperature": option(float, "Higher is more varied; 0 is greedy.", "0"),
+    "plain": option(bool, "Ask a Graft server not to speculate.", flag="--plain"),
+    "slo_first": option(float, "Service level: most seconds to the first token.", "2"),
+    "slo_token": option(float, "Service level: most seconds per further token.", "0.2"),
 }
 
 

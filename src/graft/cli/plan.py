@@ -22,23 +22,22 @@ _drafts = functools.partial(option, rich_help_panel="Drafts")
 PLANNED: Group = {
     "model": _machine(
         str,
-        "--model",
         "llama-1b5, llama-8b, qwen-32b, llama-70b, qwen3-30b-a3b, qwen3-235b; a folder with a config.json; "
         "or sizes, as layers=..,hidden=..",
         "llama-8b",
     ),
-    "gpu": _machine(str, "--gpu", "h200, h100-sxm, b200, a100-80g, l40s, rtx4090.", "h200"),
-    "gpus": _machine(int, "--gpus", "Number of GPUs, with tensor parallelism.", "1"),
-    "batch": _load(list[int], "--batch", "Batch size; repeatable.", "1, 4, 16, 64, 128"),
-    "context": _load(int, "--context", "Mean tokens of each text.", "2000"),
-    "prompt_tokens": _load(int, "--prompt-tokens", "Include prefill of prompts this long.", "0: decode only"),
-    "answer_tokens": _load(int, "--answer-tokens", "With --prompt-tokens: new tokens per prompt.", "256"),
-    "draft_vocab": _drafts(int, "--draft-vocab", "Draft vocabulary of the head.", "32000"),
+    "gpu": _machine(str, "h200, h100-sxm, b200, a100-80g, l40s, rtx4090.", "h200"),
+    "gpus": _machine(int, "Number of GPUs, with tensor parallelism.", "1"),
+    "batch": _load(list[int], "Batch size; repeatable.", "1, 4, 16, 64, 128"),
+    "context": _load(int, "Mean tokens of each text.", "2000"),
+    "prompt_tokens": _load(int, "Include prefill of prompts this long.", "0: decode only"),
+    "answer_tokens": _load(int, "With --prompt-tokens: new tokens per prompt.", "256"),
+    "draft_vocab": _drafts(int, "Draft vocabulary of the head.", "32000"),
     "accepted": _drafts(
-        float, "--accepted", "Mean accepted length of the head's dense tree of 60 nodes.", "that of the packaged head"
+        float, "Mean accepted length of the head's dense tree of 60 nodes.", "that of the packaged head"
     ),
     "acceptance": _drafts(
-        Path, "--acceptance", "Instead of --accepted: a results.json of graft bench on your prompts.", metavar="FILE"
+        Path, "Instead of --accepted: a results.json of graft bench on your prompts.", metavar="FILE"
     ),
 }
 

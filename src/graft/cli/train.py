@@ -26,74 +26,72 @@ _pruned = functools.partial(option, rich_help_panel="Depth-pruned models")
 _block = functools.partial(option, rich_help_panel="Block heads: dflash, treeflash")
 
 ANSWERING: Group = {
-    "max_new_tokens": _answering(int, "--max-new-tokens", "Longest answer.", "256"),
+    "max_new_tokens": _answering(int, "Longest answer.", "256"),
     "temperatures": _answering(
-        list[float], "--temperature", "Answer every prompt at this temperature; repeatable.", "0"
+        list[float], "Answer every prompt at this temperature; repeatable.", "0", flag="--temperature"
     ),
-    "num_rows": _answering(int, "--rows", "Batch size; 1024 suits a large GPU.", "64"),
-    "max_prompt_tokens": _answering(int, "--max-prompt-tokens", "Skip longer prompts.", "1536"),
+    "num_rows": _answering(int, "Batch size; 1024 suits a large GPU.", "64", flag="--rows"),
+    "max_prompt_tokens": _answering(int, "Skip longer prompts.", "1536"),
 }
 TRAINING: Group = {
-    "steps": _training(int, "--steps", "Optimizer steps; 0 is allowed for depth-pruned.", "2000"),
-    "batch_tokens": _training(int, "--batch-tokens", "Tokens per step.", "32768"),
-    "max_tokens": _training(int, "--max-tokens", "Cut prompt and answer after this many tokens.", "2048"),
-    "learning_rate": _training(float, "--learning-rate", "Peak learning rate.", "0.001, depth-pruned 0.0003"),
-    "warmup_steps": _training(int, "--warmup-steps", "Steps of learning-rate warm-up.", "100"),
-    "weight_decay": _training(float, "--weight-decay", "Weight decay of matrices.", "0.01"),
+    "steps": _training(int, "Optimizer steps; 0 is allowed for depth-pruned.", "2000"),
+    "batch_tokens": _training(int, "Tokens per step.", "32768"),
+    "max_tokens": _training(int, "Cut prompt and answer after this many tokens.", "2048"),
+    "learning_rate": _training(float, "Peak learning rate.", "0.001, depth-pruned 0.0003"),
+    "warmup_steps": _training(int, "Steps of learning-rate warm-up.", "100"),
+    "weight_decay": _training(float, "Weight decay of matrices.", "0.01"),
     "ema_decay": _training(
-        float, "--ema-decay", "Decay of the averaged weights that are saved; 0 averages none.", "0, block heads 0.999"
+        float, "Decay of the averaged weights that are saved; 0 averages none.", "0, block heads 0.999"
     ),
-    "evaluate_every": _training(int, "--evaluate-every", "Evaluate and save every so many steps.", "200"),
-    "held_back": _training(float, "--held-back", "Share of prompts held back for evaluation.", "0.01"),
-    "seed": _training(int, "--seed", "Fixes the order of the answers.", "0"),
+    "evaluate_every": _training(int, "Evaluate and save every so many steps.", "200"),
+    "held_back": _training(float, "Share of prompts held back for evaluation.", "0.01"),
+    "seed": _training(int, "Fixes the order of the answers.", "0"),
 }
 EAGLE3: Group = {
-    "draft_vocab_size": _eagle3(int, "--draft-vocab-size", "Tokens that the head can draft.", "8192"),
-    "unroll": _eagle3(int, "--unroll", "Draft depths to train.", "5"),
-    "step_weight": _eagle3(float, "--step-weight", "Loss weight of each depth relative to the one before.", "0.8"),
+    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "8192"),
+    "unroll": _eagle3(int, "Draft depths to train.", "5"),
+    "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
 }
 LAYERS: Group = {
     "num_layers": _layers(
-        int, "--layers", "Layers of the head or draft model.", "4, depth-pruned a third of the model's"
+        int, "Layers of the head or draft model.", "4, depth-pruned a third of the model's", flag="--layers"
     ),
 }
 SHAPE: Group = {
-    "num_taps": _block(int, "--taps", "Number of target layers to read, evenly spread.", "5"),
+    "num_taps": _block(int, "Number of target layers to read, evenly spread.", "5", flag="--taps"),
     "target_layers": _block(
-        list[int], "--target-layer", "Instead of --taps: read the input of this target layer; repeatable."
+        list[int], "Instead of --taps: read the input of this target layer; repeatable.", flag="--target-layer"
     ),
-    "conditional_size": _block(int, "--conditional-size", "Inner size of treeflash's MLP.", "that of the layers"),
-    "num_drafts": _block(int, "--drafts", "Tokens that a block predicts.", "12"),
-    "slots": _block(str, "--slots", "in-place, as other engines expect, or shifted.", "in-place"),
+    "conditional_size": _block(int, "Inner size of treeflash's MLP.", "that of the layers"),
+    "num_drafts": _block(int, "Tokens that a block predicts.", "12", flag="--drafts"),
+    "slots": _block(str, "in-place, as other engines expect, or shifted.", "in-place"),
     "causal": _block(
-        bool, "--causal/--bidirectional", "Whether slots see only earlier slots, as in JetSpec.", "bidirectional"
+        bool, "Whether slots see only earlier slots, as in JetSpec.", "bidirectional", flag="--causal/--bidirectional"
     ),
     "learned_mask": _block(
         bool,
-        "--learned-mask/--token-mask",
         "Fill masked slots with a learned vector or a token's embedding.",
         "learned-mask",
+        flag="--learned-mask/--token-mask",
     ),
 }
 BLOCK: Group = {
-    "anchors": _block(int, "--anchors", "Blocks trained per row of --max-tokens.", "384"),
-    "weighting": _block(str, "--weighting", "Weights of slots: decay, or pace for D-PACE.", "decay"),
-    "gamma": _block(float, "--gamma", "With decay: slots until the weight falls to 1/e.", "5"),
-    "pace_floor": _block(float, "--pace-floor", "With pace: smallest probability of a slot.", "0.5"),
-    "marginal_weight": _block(
-        float, "--marginal-weight", "treeflash: loss weight of predictions without the token before.", "0.5"
-    ),
-    "chunk_slots": _block(int, "--chunk-slots", "Slots whose logits are in memory at once.", "4608"),
-    "flex": _block(bool, "--flex/--dense", "On a GPU, use FlexAttention or a dense mask.", "flex"),
-    "simulated": _block(int, "--simulated", "Held-back answers to simulate in evaluations.", "128"),
-    "nodes": _block(int, "--nodes", "Tree nodes in these simulations.", "60"),
+    "anchors": _block(int, "Blocks trained per row of --max-tokens.", "384"),
+    "weighting": _block(str, "Weights of slots: decay, or pace for D-PACE.", "decay"),
+    "gamma": _block(float, "With decay: slots until the weight falls to 1/e.", "5"),
+    "pace_floor": _block(float, "With pace: smallest probability of a slot.", "0.5"),
+    "marginal_weight": _block(float, "treeflash: loss weight of predictions without the token before.", "0.5"),
+    "chunk_slots": _block(int, "Slots whose logits are in memory at once.", "4608"),
+    "flex": _block(bool, "On a GPU, use FlexAttention or a dense mask.", "flex", flag="--flex/--dense"),
+    "simulated": _block(int, "Held-back answers to simulate in evaluations.", "128"),
+    "nodes": _block(int, "Tree nodes in these simulations.", "60"),
 }
 PRUNED: Group = {
-    "measured": _pruned(int, "--measured", "Tokens on which to compare the model without a layer.", "4096"),
+    "measured": _pruned(int, "Tokens on which to compare the model without a layer.", "4096"),
 }
 FILES: Group = {
-    "start_from": _block(Path, "--start-from", "Start with the weights of this head.", metavar="HEAD"),
-    "max_file_mib": _block(int, "--max-file-mib", "Split the weights into files of at most this size.", "one file"),
+    "start_from": _block(Path, "Start with the weights of this head.", metavar="HEAD"),
+    "max_file_mib": _block(int, "Split the weights into files of at most this size.", "one file"),
 }
 
 
