@@ -12,7 +12,6 @@ import typer
 from graft.cli.options import MODEL, Given, Group, option, takes
 from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
 from graft.data import read_prompts
-from graft.errors import GraftError
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -95,17 +94,12 @@ FILES: Group = {
 }
 
 
-@takes(
-    loading=MODEL,
-    answering=ANSWERING,
-    training=TRAINING,
-    layers=LAYERS,
-    eagle3=EAGLE3,
-    shape=SHAPE,
-    block=BLOCK,
-    files=FILES,
-    pruned=PRUNED,
-)
+OF_KINDS: Group = LAYERS | EAGLE3 | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
+_BLOCK_HEADS = LAYERS | SHAPE | BLOCK | FILES
+_BY_KIND = {"eagle3": EAGLE3, "dflash": _BLOCK_HEADS, "treeflash": _BLOCK_HEADS, "depth-pruned": LAYERS | PRUNED}
+
+
+@takes(loading=MODEL, answering=ANSWERING, training=TRAINING, of_kind=OF_KINDS)
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the new head or draft model.")],
     prompts: Annotated[list[Path] | None, typer.Option(help="A JSON-lines file of prompts; repeatable.")] = None,
@@ -119,12 +113,7 @@ def train(
     loading: Given,
     answering: Given,
     training: Given,
-    layers: Given,
-    eagle3: Given,
-    shape: Given,
-    block: Given,
-    files: Given,
-    pruned: Given,
+    of_kind: Given,
 ) -> None:
     """Train a draft head: the model answers the prompts, and the head learns to predict the answers.
 
@@ -147,11 +136,7 @@ def train(
     require(not (answers is not None and (answering or limit)), "--answers excludes options for generating answers")
     require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     answer_settings = AnswerSettings.of(answering)
-    recipe = _recipe(
-        kind,
-        training,
-        {"eagle3": eagle3, "shape": layers | shape, "block": block, "files": files, "pruned": layers | pruned},
-    )
+    recipe = _recipe(kind, training, of_kind)
     checked_folder(out)
     texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
@@ -170,52 +155,45 @@ def train(
     notes().print(words, markup=False, soft_wrap=True)
 
 
-_GROUPS = {  # groups of options by kind
-    "eagle3": ("eagle3",),
-    "dflash": ("shape", "block", "files"),
-    "treeflash": ("shape", "block", "files"),
-    "depth-pruned": ("pruned",),
-}
-
-
-def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
-    """The recipe of a kind. groups: options of some kinds only; an option of several kinds is in several groups."""
+def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
+    """The recipe of a kind, with its options."""
     from graft.settings import require_known
     from graft.train.block import BlockSettings, BlockShape
     from graft.train.depth_pruned import DepthPrunedSettings
     from graft.train.eagle3 import Eagle3Settings
-    from graft.train.recipe import KINDS, BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
+    from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
-    require_known("kind", kind, KINDS)
-    own = {name for group in _GROUPS[kind] for name in groups[group]}
-    for name in (name for options in groups.values() for name in options if name not in own):
-        raise GraftError(f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
+    require_known("kind", kind, _BY_KIND)
+    for name in of_kind:
+        fits = name in _BY_KIND[kind]
+        require(fits, f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
-        options = groups["eagle3"]
-        size = {name: options.pop(name) for name in ("draft_vocab_size",) if name in options}
-        return Eagle3Recipe(Eagle3Settings.of(training | options), **size)
+        size = {name: of_kind.pop(name) for name in ("draft_vocab_size",) if name in of_kind}
+        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **size)
+    count = of_kind.get("num_layers", 1)
+    require(count >= 1, f"--layers must be at least 1, not {count}")
     if kind == "depth-pruned":
-        options = groups["pruned"]
-        count = options.pop("num_layers", None)
-        require(count is None or count >= 1, f"--layers must be at least 1, not {count}")
-        return DepthPrunedRecipe(DepthPrunedSettings.of(training | options), count)
-    shape, files = groups["shape"], groups["files"]
-    if "target_layers" in shape:
-        shape["target_layers"] = tuple(shape["target_layers"])
-    mib = files.get("max_file_mib")
+        return DepthPrunedRecipe(DepthPrunedSettings.of(training | _part(of_kind, PRUNED)), of_kind.get("num_layers"))
+    if "target_layers" in of_kind:
+        of_kind["target_layers"] = tuple(of_kind["target_layers"])
+    mib = of_kind.get("max_file_mib")
     require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
     return BlockRecipe(
-        BlockSettings.of(training | groups["block"]),
-        BlockShape.of(shape),
+        BlockSettings.of(training | _part(of_kind, BLOCK)),
+        BlockShape.of(_part(of_kind, LAYERS | SHAPE)),
         conditional=kind == "treeflash",
-        start_from=files.get("start_from"),
+        start_from=of_kind.get("start_from"),
         max_file_bytes=None if mib is None else mib * 2**20,
     )
 
 
+def _part(given: Given, group: Group) -> Given:
+    return {name: value for name, value in given.items() if name in group}
+
+
 def _flag(name: str) -> str:
     """The command-line flag of a setting."""
-    (given,) = (EAGLE3 | LAYERS | SHAPE | BLOCK | FILES | PRUNED)[name].__metadata__
+    (given,) = OF_KINDS[name].__metadata__
     # Inside Annotated, typer stores its first argument, the flag, as the default until it builds the command.
-    flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
-    return flag.partition("/")[0]
+    names = [each for each in (given.default, *(given.param_decls or ())) if isinstance(each, str)]
+    return names[0].partition("/")[0] if names else f"--{name.replace('_', '-')}"

@@ -34,7 +34,6 @@ from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
 WORK = "work"  # subfolder for answers, log and state; can be deleted when the head is done
-KINDS = ("eagle3", "dflash", "treeflash", "depth-pruned")
 
 
 @dataclass(frozen=True)
