@@ -44,9 +44,6 @@ PLANNED: Group = {
 
 @takes(planned=PLANNED)
 def plan(
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare predictions with measured figures, and stop.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     *,
     planned: Given,
@@ -55,13 +52,10 @@ def plan(
 
     A roofline model gives the time of a step: reading weights and KV cache, arithmetic, kernel launches, all-reduces.
     Its efficiencies were measured on an H200. Accepted lengths were measured with the packaged model and head: give
-    your own with --accepted or --acceptance. The plan prints its assumptions; --check prints its errors.
+    your own with --accepted or --acceptance. The plan prints its assumptions; docs/plan.md lists its errors.
 
     [dim]Example:[/] graft plan --model qwen3-235b --gpus 8 --gpu h200
     """
-    if check:
-        _check(as_json)
-        return
     from graft.plan.planner import PlanSettings, make_plan
 
     if "batch" in planned:
@@ -114,8 +108,7 @@ def assumptions(made: Plan) -> list[str]:
         )
     if not settings.prompt_tokens:
         lines.append("prefill is left out: --prompt-tokens includes it")
-    lines.append("graft plan --check shows how far predictions are from measurements")
-    return lines
+    return [*lines, "docs/plan.md lists how far predictions are from measurements"]
 
 
 def _cells(row: Row) -> list[str]:
@@ -149,40 +142,8 @@ def _facts(made: Plan) -> dict[str, Any]:
     }
 
 
-def _check(as_json: bool) -> None:
-    from graft.plan.check import checked_points, summary
-
-    points = checked_points()
-    if as_json:
-        print(json.dumps([vars(point) | {"error": point.error} for point in points], indent=2))
-        return
-    print("Predicted and measured on one H200. * marks figures used for fitting. Sources: docs/benchmarks.md")
-    for group in dict.fromkeys(point.group for point in points):
-        print(f"\n{group}")
-        _print_table(
-            ("", "predicted", "measured", "error", ""),
-            [
-                [p.what, _number(p.predicted), _number(p.measured), f"{p.error:+.0%}", "*" if p.fitted else ""]
-                for p in points
-                if p.group == group
-            ],
-        )
-    print("\nErrors of the figures not used for fitting")
-    _print_table(
-        ("", "figures", "median", "largest"),
-        [[group, str(count), f"{middle:.0%}", f"{worst:+.0%}"] for group, count, middle, worst in summary(points)],
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: numbers to the right, a first column of words to the left."""
+    """Print columns aligned to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
-    has_words = not all(row[0].isdecimal() for row in rows)
     for row in (titles, *rows):
-        first = row[0].ljust(widths[0]) if has_words else row[0].rjust(widths[0])
-        others = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([first, *others]).rstrip())
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
