@@ -62,6 +62,7 @@ TRIAL = "Count from one to ten."
 
 @takes(loading=MODEL, heads=HEADS, learning=LEARNING, decoding=DECODING)
 def bench(
+    context: typer.Context,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for results.json, results.csv and report.html; required without --record."),
@@ -101,6 +102,8 @@ def bench(
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
+    if context.invoked_subcommand is not None:
+        return
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,21 +79,6 @@ def _show(figures: dict[str, Any]) -> None:
     )
 
 
-def _benches() -> typer.Typer:
-    """`graft bench` as a group that also runs without a subcommand."""
-
-    @functools.wraps(bench)
-    def alone(ctx: typer.Context, **options: Any) -> None:
-        if ctx.invoked_subcommand is None:
-            bench(**options)
-
-    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(bench).parameters.values()]
-    alone.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-    group = typer.Typer(name="bench", rich_markup_mode="rich")
-    group.callback(invoke_without_command=True)(alone)
-    group.command()(serve)
-    return group
-
-
-benches = _benches()
+benches = typer.Typer(name="bench", rich_markup_mode="rich")
+benches.callback(invoke_without_command=True)(bench)
+benches.command()(serve)

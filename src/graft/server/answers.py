@@ -20,7 +20,7 @@ from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
-from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
+from graft.server.tool_parsers import CallStart, Content, Parser, Piece, PlainText, Reasoning
 
 _EVENT_SIZE = 256  # bytes; padded events are a multiple of it long
 
@@ -46,9 +46,6 @@ class Serializer(ABC):
 
     def chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": choices}
-
-    def usage_chunk(self, usage: Json) -> Json:
-        return {**self.chunk([]), "usage": usage}
 
     @abstractmethod
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -93,10 +90,7 @@ class ChatSerializer(Serializer):
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls
-            ]
+            message["tool_calls"] = answer.calls
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
 
     def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
@@ -107,11 +101,8 @@ class ChatSerializer(Serializer):
             elif isinstance(piece, Reasoning):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
             else:
-                function = {"arguments": piece.text} if isinstance(piece, Arguments) else {"name": piece.name}
-                call: Json = {"index": piece.index, "function": function}
-                if isinstance(piece, CallStart):
-                    call |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
-                delta.setdefault("tool_calls", []).append(call)
+                call = _new_call(piece) if isinstance(piece, CallStart) else {"function": {"arguments": piece.text}}
+                delta.setdefault("tool_calls", []).append({"index": piece.index, **call})
         return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> Json:
@@ -208,7 +199,7 @@ class Answers:
 
     def closing(self, with_usage: bool) -> list[Json]:
         """Chunks of a stream after its last token."""
-        return [self.serializer.usage_chunk(self.usage)] if with_usage else []
+        return [{**self.serializer.chunk([]), "usage": self.usage}] if with_usage else []
 
     def failure(self, error: RefusedError) -> list[Json]:
         """Chunks of a stream that fails."""
@@ -304,13 +295,8 @@ class Answers:
         return {name: [*before[name], *new[name]] for name in new} if is_first else new
 
 
-@dataclass
-class Call:
-    """A tool call of an answer."""
-
-    id: str
-    name: str
-    arguments: str = ""
+def _new_call(start: CallStart) -> Json:
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": ""}}
 
 
 class Answer:
@@ -320,7 +306,7 @@ class Answer:
         self.index, self.sequence = index, sequence
         self.text = ""
         self.reasoning = ""
-        self.calls: list[Call] = []
+        self.calls: list[Json] = []
         self.num_spelt_chars = 0  # characters of the tokens that log-probabilities were sent for
         self.reason: str | None = None
         self.is_fresh = True  # no update has come yet
@@ -349,9 +335,9 @@ class Answer:
             elif isinstance(piece, Reasoning):
                 self.reasoning += piece.text
             elif isinstance(piece, CallStart):
-                self.calls.append(Call(piece.id, piece.name))
+                self.calls.append(_new_call(piece))
             else:
-                self.calls[piece.index].arguments += piece.text
+                self.calls[piece.index]["function"]["arguments"] += piece.text
         self.reason = update.finish_reason
         if self.reason == "stop" and self.calls:
             self.reason = "tool_calls"
