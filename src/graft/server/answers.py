@@ -213,16 +213,18 @@ class Answers:
             chunk = {**chunk, "usage": self.usage}
         return b"data: " + dump_json(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
+    def answer_of(self, job: int, update: Update) -> Answer:
+        return self.answers[job * self._per_job + update.index]
+
     def size_of_echo(self, job: int, update: Update) -> int:
         """Characters and log-probabilities of the prompt that the chunks of an update repeat."""
-        answer = self.answers[job * self._per_job + update.index]
-        if not self.echo.texts or not answer.is_fresh:
+        if not self.echo.texts or not self.answer_of(job, update).is_fresh:
             return 0
         return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
 
     def chunks_for(self, job: int, update: Update) -> list[Json]:
         """Add an update to its answer. Returns the chunks to send."""
-        answer = self.answers[job * self._per_job + update.index]
+        answer = self.answer_of(job, update)
         is_first = answer.is_fresh
         if self.echo.is_prompt_only:
             reason: FinishReason | None = "length" if update.finish_reason is not None else None
@@ -310,6 +312,7 @@ class Answer:
         self.num_spelt_chars = 0  # characters of the tokens that log-probabilities were sent for
         self.reason: str | None = None
         self.is_fresh = True  # no update has come yet
+        self.updated = 0.0  # time.monotonic() of the last update
         self.rounds: list[Json] = []
         self._parser = parser
         self._tokenizer = tokenizer

@@ -388,10 +388,6 @@ class ChatRequest(Sampling):
         return self
 
     @property
-    def is_prompt_only(self) -> bool:
-        return False
-
-    @property
     def must_call(self) -> bool:
         return isinstance(self.tool_choice, ToolChoice) or self.tool_choice == "required"
 

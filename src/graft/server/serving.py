@@ -356,16 +356,14 @@ class Serving:
         """
         for job in answers.jobs:
             self.metrics.prompt_tokens.inc(job.sequences[0].num_prompt_tokens)
-        last: dict[tuple[int, int], float] = {}
         reason = "cancelled"
         try:
             while not answers.is_done:
                 number, update = await updates.get()
-                now = time.monotonic()
                 if isinstance(update, Failure):
                     reason = update.kind
                     raise FailedError(_STATUS[update.kind], update.message)
-                self._count(answers.jobs[number], (number, update.index), update, arrived, now, last)
+                self._count(answers, number, update, arrived)
                 for event in await self._events_for(answers, number, update, options):
                     yield event
             reason = ""
@@ -393,23 +391,16 @@ class Serving:
         size = answers.size_of_echo(number, update) if options is not None else 0
         return await self.off_loop(make, size) if size else make()
 
-    def _count(
-        self,
-        job: Job,
-        answer: tuple[int, int],
-        update: Update,
-        arrived: float,
-        now: float,
-        last: dict[tuple[int, int], float],
-    ) -> None:
+    def _count(self, answers: Answers, number: int, update: Update, arrived: float) -> None:
+        answer, now = answers.answer_of(number, update), time.monotonic()
         self.metrics.new_tokens.inc(len(update.ids))
-        if answer not in last:
+        if answer.is_fresh:
             self.metrics.time_to_first_token.observe(now - arrived)
-            self.metrics.queue_time.observe((job.joined or now) - arrived)
+            self.metrics.queue_time.observe((answers.jobs[number].joined or now) - arrived)
         else:
             for _ in update.ids:
-                self.metrics.inter_token_latency.observe((now - last[answer]) / len(update.ids))
-        last[answer] = now
+                self.metrics.inter_token_latency.observe((now - answer.updated) / len(update.ids))
+        answer.updated = now
 
     def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
         sequences = answers.sequences
