@@ -111,8 +111,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     @app.post("/v1/responses", responses=openapi.streamable(openapi.ModelResponse, "an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        make = functools.partial(ResponseAnswers, body, name)
-        return await serving(request).answer_chat(body.as_chat(), request, make)
+        return await serving(request).answer_chat(body.as_chat(), request, functools.partial(ResponseAnswers, body))
 
     errors, limit = openapi.errors, engine.target.max_positions
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graft", "max_model_len": limit}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
-from graft.server.answers import Answers, dump_json, speculation
+from graft.server.answers import ChatAnswers, dump_json, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     Bool,
@@ -193,22 +192,17 @@ def _joined(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ResponseAnswers(Answers):
+class ResponseAnswers(ChatAnswers):
     """The one answer to a request as a response: a list of output items, which a stream sends as events."""
 
     ending = b""
 
-    def __init__(self, request: ResponsesRequest, model_name: str, *args: Any, **options: Any) -> None:
+    def __init__(self, request: ResponsesRequest, *args: Any, **options: Any) -> None:
         """args, options: for `Answers`."""
         super().__init__(*args, **options)
-        self._request, self._model = request, model_name
-        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+        self.id, self._request = f"resp_{secrets.token_hex(16)}", request
         self._items: list[Json] = []
         self._num_events = 0
-
-    @property
-    def id(self) -> str:
-        return self._id
 
     # Events of a stream
 
@@ -326,15 +320,15 @@ class ResponseAnswers(Answers):
         request = self._request
         given = request.model_dump(by_alias=True, exclude_none=True)
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "model": self._model,
+            "model": self.model_name,
             "output": [{**item} for item in output],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -21,7 +21,7 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer, dump_json
+from graft.server.answers import Answers, ChatAnswers, Echo, TextAnswers, dump_json
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
@@ -144,15 +144,16 @@ class Serving:
         ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
         return ids, self.template.thinks(text)
 
-    async def answer_chat(self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers) -> Response:
-        """Answer messages. make_answers: the form of the answer, by default a chat completion."""
+    async def answer_chat(self, body: ChatRequest, request: Request, kind: MakeAnswers = ChatAnswers) -> Response:
+        """Answer messages. kind: makes the answers, by default those of a chat completion."""
         arrived = time.monotonic()
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
         spec = await self._call_grammar(body, thinks) or body.grammar_spec
         make = partial(
-            make_answers,
-            ChatSerializer(self.model_name, self.grammars),
+            kind,
+            self.model_name,
+            self.grammars,
             tokenizer=self.engine.tokenizer if body.return_rounds else None,
             parser=self.parser_for(body, thinks),
             echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
@@ -204,8 +205,9 @@ class Serving:
             echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
             echoed = echoed or await self.off_loop(lambda: list(map(self._decode, prompts)), sum(map(len, prompts)))
         make = partial(
-            Answers,
-            TextSerializer(self.model_name, self.grammars),
+            TextAnswers,
+            self.model_name,
+            self.grammars,
             tokenizer=self.engine.tokenizer if body.return_rounds else None,
             echo=Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None),
         )
