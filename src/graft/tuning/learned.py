@@ -141,20 +141,15 @@ def _read(path: Path, about: About) -> dict[str, Tensor] | None:
     """The file's state; None if it is missing, damaged or another user's."""
     try:
         if path.stat().st_uid != os.geteuid():
-            _ignore(path, "it belongs to another user")
-            return None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _ignore(path, str(error))
-        return None
-    try:
+            raise GraftError("it belongs to another user")
         profile = Profile.read(path)
         require((profile.about.model, profile.about.head) == (about.model, about.head), "it is another model's")
-    except GraftError as error:
+        return profile.state
+    except FileNotFoundError:
+        return None
+    except (OSError, GraftError) as error:
         _ignore(path, str(error))
         return None
-    return profile.state
 
 
 def _ignore(path: Path, why: str) -> None:
