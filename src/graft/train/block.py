@@ -46,8 +46,7 @@ class BlockShape(Settings):
     learned_mask: bool = True  # fill masked slots with a learned vector, not with a token's embedding
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_taps", "num_drafts"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(1, "num_layers", "num_taps", "num_drafts")
         require(self.slots in ("in-place", "shifted"), f"slots {self.slots!r} are not known: in-place, shifted")
         require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot holds only the root")
 
@@ -90,13 +89,11 @@ class BlockSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("anchors", "chunk_slots", "nodes"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(1, "anchors", "chunk_slots", "nodes")
         require(self.weighting in WEIGHTINGS, f"weighting {self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
         require(self.gamma > 0, f"gamma must be above 0, not {self.gamma}")
         require(0 <= self.pace_floor < 1, f"pace_floor must be from 0 to below 1, not {self.pace_floor}")
-        require(self.marginal_weight >= 0, f"marginal_weight must not be negative, but is {self.marginal_weight}")
-        require(self.simulated >= 0, f"simulated must not be negative, but is {self.simulated}")
+        self.check_least(0, "marginal_weight", "simulated")
 
 
 @dataclass(frozen=True)
