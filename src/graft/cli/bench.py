@@ -176,16 +176,12 @@ def bench(
         "as_cost_of": heads.get("as_cost_of"),
         "shape": vars(shape) | {"parameters": engine.target.model.num_parameters()} if shape is not None else None,
         "dtype": str(engine.target.model.dtype).removeprefix("torch."),
-        "methods": names,
-        "states": states,
-        "tasks": {task: len(prompts) for task, prompts in tasks.items()},
         **vars(settings),
         "budget": budget,
         "pass_cost": pass_cost,
         "exact": exact,
         "assistant": _public(heads.get("assistant")),
         "warmup": warmup.stem if warmup is not None else None,
-        "warmup_prompts": len(lessons),
         "max_prompt_tokens": max_prompt_tokens,
     }
     machine = environment(engine.target.device)

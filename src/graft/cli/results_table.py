@@ -37,6 +37,12 @@ def run_and_show(
     from graft.bench.runner import run, variants
     from graft.progress import Report
 
+    facts |= {
+        "methods": [method.name for method in compared],
+        "states": states,
+        "tasks": {task: len(questions) for task, questions in tasks.items()},
+        "warmup_prompts": len(lessons),
+    }
     summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
     aside("Warming up ...")
     ready = variants(compared, states, lessons, trial, settings, eos_token_ids)

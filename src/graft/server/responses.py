@@ -253,10 +253,10 @@ class ResponseAnswers(ChatAnswers):
         events: list[Json] = []
         if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] != "in_progress":
             events = [*self._end(), *self._begin(_message() if kind == "message" else _thought())]
-        self._items[-1]["content"][0]["text"] += piece.text
-        delta = {**self._place, "content_index": 0, "delta": piece.text}
-        name = "output_text" if kind == "message" else "reasoning_text"
-        return [*events, {"type": f"response.{name}.delta", **delta, **({"logprobs": []} if kind == "message" else {})}]
+        part = self._items[-1]["content"][0]
+        part["text"] += piece.text
+        delta = {"type": f"response.{part['type']}.delta", **self._place, "content_index": 0, "delta": piece.text}
+        return [*events, {**delta, "logprobs": []} if kind == "message" else delta]
 
     @property
     def _place(self) -> Json:
@@ -285,8 +285,7 @@ class ResponseAnswers(ChatAnswers):
         else:
             part = {**item["content"][0]}
             is_text = item["type"] == "message"
-            name = "output_text" if is_text else "reasoning_text"
-            done = {"type": f"response.{name}.done", **place, "content_index": 0, "text": part["text"]}
+            done = {"type": f"response.{part['type']}.done", **place, "content_index": 0, "text": part["text"]}
             events.append({**done, "logprobs": []} if is_text else done)
             if is_text:
                 events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
@@ -344,18 +343,18 @@ class ResponseAnswers(ChatAnswers):
         }
 
 
+def _item(kind: str, prefix: str, **fields: Any) -> Json:
+    return {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+
+
 def _message() -> Json:
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    name = f"msg_{secrets.token_hex(16)}"
-    return {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": [part]}
+    return _item("message", "msg", role="assistant", content=[part])
 
 
 def _thought() -> Json:
-    part = {"type": "reasoning_text", "text": ""}
-    name = f"rs_{secrets.token_hex(16)}"
-    return {"id": name, "type": "reasoning", "summary": [], "status": "in_progress", "content": [part]}
+    return _item("reasoning", "rs", summary=[], content=[{"type": "reasoning_text", "text": ""}])
 
 
 def _call(start: CallStart) -> Json:
-    call = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
-    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **call}
+    return _item("function_call", "fc", call_id=start.id, name=start.name, arguments="")
