@@ -95,7 +95,7 @@ def serve(
     from graft.server.settings import gather
 
     wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
-    engine = load_engine(wanted, isolated=settings.shared_by != "all")
+    engine = load_engine(wanted, isolated=settings.sharing != "shared")
     _run(engine, settings, Path(str(wanted.get("model", DEFAULT_MODEL))).name)
 
 

@@ -74,7 +74,7 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
     """The FastAPI app for one engine. The scheduler starts and ends with the app."""
     name = settings.served_model_name or model_name
-    is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
+    is_apart = settings.sharing == "shared" or engine.policy.isolated or not engine.policy.retrievers
     require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)

@@ -324,14 +324,14 @@ class Serving:
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
         """The group that shares prefix cache and learning: everybody, one key, or one user of a key."""
-        shared_by = self.settings.shared_by
-        if shared_by == "all":
+        sharing = self.settings.sharing
+        if sharing == "shared":
             return ""
-        return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
+        return json.dumps([request.scope.get("graft.key"), None if sharing == "key" else body.user])
 
     def _owner(self, tenant: str) -> int | None:
         """The tenant as a number for retrievers; None if everybody shares or nobody does."""
-        if self.settings.shared_by in ("all", "none"):
+        if self.settings.sharing in ("shared", "off"):
             return None
         # Larger than the numbers of texts without an owner.
         return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
