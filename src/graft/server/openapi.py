@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import GenericAlias
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -18,6 +19,10 @@ class Output(BaseModel):
 def _model(name: str, base: type[BaseModel] = Output, /, **fields: Any) -> Any:
     """A model of these fields, beside those of its base: a type, or a type and a default."""
     return create_model(name, __base__=base, **fields)
+
+
+def _list_of(model: Any) -> Any:
+    return GenericAlias(list, (model,))
 
 
 _Details = _model("ErrorDetails", message=str, type=str, param=str | None, code=str | None)
@@ -49,7 +54,7 @@ _Round = _model(
     accepted=list[int],
     num_pruned=int,
     num_hidden=int,
-    new=list[_RoundToken],
+    new=_list_of(_RoundToken),
 )
 _PromptLogprob = _model("PromptLogprob", logprob=float, decoded_token=str)
 _Choice = _model(
@@ -57,8 +62,8 @@ _Choice = _model(
     index=int,
     finish_reason=Literal["stop", "length", "tool_calls"],
     speculation=_Speculation,
-    rounds=(list[_Round], []),
-    prompt_logprobs=(list[dict[str, _PromptLogprob] | None], []),
+    rounds=(_list_of(_Round), []),
+    prompt_logprobs=(_list_of(GenericAlias(dict, (str, _PromptLogprob)) | None), []),
 )
 _Completion = _model("AnyCompletion", id=str, created=int, model=str)
 
@@ -69,14 +74,14 @@ _Message = _model(
     role=Literal["assistant"],
     content=str | None,
     reasoning_content=(str, ""),
-    tool_calls=(list[_Call], []),
+    tool_calls=(_list_of(_Call), []),
 )
 _TopLogprob = _model("TopLogprob", token=str, logprob=float, bytes=list[int])
-_ChatLogprob = _model("ChatLogprob", _TopLogprob, top_logprobs=list[_TopLogprob])
-_ChatLogprobs = _model("ChatLogprobs", content=list[_ChatLogprob])
+_ChatLogprob = _model("ChatLogprob", _TopLogprob, top_logprobs=_list_of(_TopLogprob))
+_ChatLogprobs = _model("ChatLogprobs", content=_list_of(_ChatLogprob))
 _ChatChoice = _model("ChatChoice", _Choice, message=_Message, logprobs=_ChatLogprobs | None)
 ChatCompletion = _model(
-    "ChatCompletion", _Completion, object=Literal["chat.completion"], choices=list[_ChatChoice], usage=_ChatUsage
+    "ChatCompletion", _Completion, object=Literal["chat.completion"], choices=_list_of(_ChatChoice), usage=_ChatUsage
 )
 
 _TextLogprobs = _model(
@@ -88,7 +93,7 @@ _TextLogprobs = _model(
 )
 _TextChoice = _model("TextChoice", _Choice, text=str, logprobs=_TextLogprobs | None)
 Completion = _model(
-    "Completion", _Completion, object=Literal["text_completion"], choices=list[_TextChoice], usage=_Usage
+    "Completion", _Completion, object=Literal["text_completion"], choices=_list_of(_TextChoice), usage=_Usage
 )
 
 
@@ -137,7 +142,7 @@ ModelResponse = _model(
 )
 
 ModelCard = _model("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int | None)
-ModelList = _model("ModelList", object=Literal["list"], data=list[ModelCard])
+ModelList = _model("ModelList", object=Literal["list"], data=_list_of(ModelCard))
 Tokens = _model("Tokens", tokens=list[int], count=int, max_model_len=int | None)
 Detokenized = _model("Detokenized", prompt=str)
 Health = _model("Health", status=Literal["ok"], steps=str)
