@@ -702,7 +702,7 @@ FAULTS = (
     Fault(
         "isolation: users of one key share where they are to be kept apart",
         _SERVING,
-        'None if shared_by == "key" else body.user])',
+        'None if sharing == "key" else body.user])',
         "None])",
         ("test_server.py::test_what_is_kept_of_texts_is_shared_as_told[isolated-shared_with3]",),
     ),

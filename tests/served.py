@@ -33,7 +33,7 @@ def new_engine(**options):
 def running(engine=None, waits=True, clock=None, **settings):
     """A server on a free port. waits: until it is ready. clock: what its event loop goes by."""
     settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
-    app = make_app(engine or new_engine(isolated=settings.shared_by != "all"), settings, "tiny")
+    app = make_app(engine or new_engine(isolated=settings.sharing != "shared"), settings, "tiny")
     server = make_server(app, settings, log_level="warning", loop="asyncio")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

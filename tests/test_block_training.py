@@ -24,9 +24,8 @@ from graft.train.block import (
     BlockObjective,
     BlockSettings,
     BlockShape,
-    _dense_attention,
-    _flex_attention,
     _ranks,
+    block_attention,
     block_backward,
     block_hidden,
     target_states,
@@ -212,9 +211,7 @@ def test_flexattention_and_the_dense_mask_agree(model, head, windows):
     query, key, value = (torch.randn(2, heads, width, 8, generator=generator) for heads in (4, 2, 2))
     try:
         for layer in range(2):
-            dense, flex = (
-                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
-            )
+            dense, flex = (block_attention(head, batch, past, flex)(layer, query, key, value) for flex in (False, True))
             torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
     finally:
         head.config = config
@@ -351,9 +348,7 @@ def test_new_batches_compile_nothing_anew(model, monkeypatch):
         past = head.context(target_states(model, head.config.target_layers, batch).features, batch.positions)
         query, key, value = (torch.randn(2, heads, 40 * head.config.block_size, 8) for heads in (4, 2, 2))
         for layer in range(2):
-            dense, flex = (
-                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
-            )
+            dense, flex = (block_attention(head, batch, past, flex)(layer, query, key, value) for flex in (False, True))
             torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-4)
         counts.append(counter.frame_count)
     assert counts == [2, 2, 2]
@@ -659,8 +654,8 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
         (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
         (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
         (["--kind", "dflash", "--gamma", "0"], "gamma must be above 0"),
-        (["--weight-decay", "-1"], "weight_decay must not be negative"),
-        (["--warmup-steps", "-1"], "warmup_steps must not be negative"),
+        (["--weight-decay", "-1"], "weight_decay must be at least 0, not -1"),
+        (["--warmup-steps", "-1"], "warmup_steps must be at least 0, not -1"),
         (["--kind", "dflash", "--ema-decay", "1"], "ema_decay must be from 0 to below 1"),
         (["--kind", "dflash", "--max-file-mib", "0"], "--max-file-mib must be at least 1"),
         (["--max-seconds", "0"], "--max-seconds must be above 0"),

@@ -34,6 +34,7 @@ MORE = {
     "hermes, spaces behind a call": ("hermes", CALL, " ", ""),
     "hermes, calls that never close": ("hermes", "", "<tool_call>", ""),
     "qwen, ends of values": ("qwen", XML, "</parameter> ", ""),
+    "qwen, spaces behind a call whose last value has no end": ("qwen", XML + "x</function>", " ", ""),
     "qwen, line breaks in a value": ("qwen", XML, "\n", ""),
     "llama3, brackets": ("llama3", "", "[", ""),
     "llama3, spaces behind a call": ("llama3", '{"name": "f", "parameters": {}}', " ", "x"),

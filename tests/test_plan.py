@@ -16,7 +16,6 @@ from graft.cli import main
 from graft.cli.plan import PLANNED, assumptions
 from graft.errors import GraftError
 from graft.plan.acceptance import Acceptance
-from graft.plan.check import checked_points, summary
 from graft.plan.cost import Costs
 from graft.plan.gpus import GPUS
 from graft.plan.models import MODELS, ModelShape
@@ -26,6 +25,7 @@ from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
+from plan_measurements import checked_points, summary
 from tiny import VOCAB, tiny_model
 
 H200 = GPUS["h200"]
@@ -199,16 +199,6 @@ def test_the_command_prints_predictions_and_assumptions(
     facts = json.loads(capsys.readouterr().out)
     assert facts["predicted"] is True
     assert [row["batch"] for row in facts["rows"]] == [2]
-
-
-def test_check_prints_every_point_and_marks_the_fitted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--check") == 0
-    lines = capsys.readouterr().out.splitlines()
-    points = checked_points()
-    assert all(any(line.startswith(point.what) for line in lines) for point in points)
-    assert sum(line.endswith("*") for line in lines) == sum(point.fitted for point in points) > 0
 
 
 @pytest.mark.parametrize(

@@ -435,20 +435,20 @@ def test_requests_of_one_key_learn_from_each_other_and_see_what_they_have_said()
 
 
 @pytest.mark.parametrize(
-    ("keys", "learning", "shared_by"),
+    ("keys", "learning", "sharing"),
     [
-        ((), "auto", "all"),
-        (("a",), "auto", "all"),
-        (("a", "a"), "auto", "all"),
+        ((), "auto", "shared"),
+        (("a",), "auto", "shared"),
+        (("a", "a"), "auto", "shared"),
         (("a", "b"), "auto", "key"),
-        (("a", "b"), "shared", "all"),
+        (("a", "b"), "shared", "shared"),
         ((), "key", "key"),
-        (("a", "b"), "isolated", "user"),
-        (("a",), "off", "none"),
+        (("a", "b"), "isolated", "isolated"),
+        (("a",), "off", "off"),
     ],
 )
-def test_several_keys_keep_apart_unless_told_otherwise(keys, learning, shared_by):
-    assert ServeSettings(api_keys=keys, learning=learning).shared_by == shared_by
+def test_several_keys_keep_apart_unless_told_otherwise(keys, learning, sharing):
+    assert ServeSettings(api_keys=keys, learning=learning).sharing == sharing
 
 
 def test_an_engine_whose_texts_learn_from_each_other_is_not_served_to_those_who_are_kept_apart():

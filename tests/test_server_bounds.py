@@ -16,7 +16,7 @@ from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import TextStream
 from graft.request.sequence import Sequence
 from graft.server import answers
-from graft.server.answers import Answers, Serializer, TextSerializer
+from graft.server.answers import Answers, TextAnswers
 from graft.server.grammar import Grammars, SchemasBusyError
 from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -86,9 +86,9 @@ def test_more_log_probabilities_of_prompts_than_a_response_holds_are_refused(url
 
 def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(url, monkeypatch):
     threads, built = [], []
-    whole, of_prompt = Answers.whole, Serializer.prompt_logprobs
+    whole, of_prompt = Answers.whole, Answers.prompt_logprobs
     monkeypatch.setattr(Answers, "whole", lambda self: (threads.append(threading.current_thread()), whole(self))[1])
-    monkeypatch.setattr(Serializer, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
+    monkeypatch.setattr(Answers, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
     answer = post(url, prompt=["ab", "cd"], n=3, prompt_logprobs=1, max_tokens=1)
     assert len(answer.json()["choices"]) == 6 and len(built) == 2
     assert [thread.name.startswith("graft-text") for thread in threads] == [True]
@@ -96,7 +96,7 @@ def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(u
 
 def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
     threads = {"spelt": [], "written": []}
-    of_prompt, written = TextSerializer.echoed_logprobs, answers.dump_json
+    of_prompt, written = TextAnswers.echoed_logprobs, answers.dump_json
 
     def spell(self, *given):
         threads["spelt"].append(threading.current_thread().name)
@@ -107,7 +107,7 @@ def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
             threads["written"].append(threading.current_thread().name)
         return written(content, is_padded)
 
-    monkeypatch.setattr(TextSerializer, "echoed_logprobs", spell)
+    monkeypatch.setattr(TextAnswers, "echoed_logprobs", spell)
     monkeypatch.setattr(answers, "dump_json", write)
     body = {"prompt": ["y" * 300, "y" * 301], "echo": True, "logprobs": 0, "n": 2, "stream": True}
     told = post(url, **body, **GREEDY).text
@@ -118,8 +118,8 @@ def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echoed_prompt_is_spelt_once(url, monkeypatch, stream):
-    spelt, spell = [], Serializer.spell
-    monkeypatch.setattr(Serializer, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
+    spelt, spell = [], Answers.spell
+    monkeypatch.setattr(Answers, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
     body = {"prompt": "y" * 300, "echo": True, "logprobs": 0, "n": 2, "speculate": False, "ignore_eos": True}
     assert post(url, **body, **GREEDY, stream=stream).status_code == 200
     assert 300 <= len(spelt) < 500

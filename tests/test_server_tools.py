@@ -96,6 +96,10 @@ CASES = [
     ("qwen", CITY.format("Rome") + "</function>\nbye", "bye", [("get_weather", {"city": "Rome"})]),
     ("qwen", CITY.format("Rome").removesuffix("</parameter>\n") + "</function></tool_call>", "",
      [("get_weather", {"city": "Rome"})]),
+    ("qwen", CITY.format("Rome").removesuffix("</parameter>\n") + "</function>" + 60 * " " + "</tool_call>then", "then",
+     [("get_weather", {"city": "Rome"})]),
+    ("qwen", CITY.format("Rome").removesuffix("</parameter>\n") + "</function>" + 60 * " " + "</tool_cal", CITY.format(
+     "Rome").removesuffix("</parameter>\n") + "</function>" + 60 * " " + "</tool_cal", []),  # cut
     ("qwen", CITY.format("a </tool_call>\n<tool_call> b") + "</function>\n</tool_call>", "",
      [("get_weather", {"city": "a </tool_call>\n<tool_call> b"})]),
     ("qwen", "<tool_call><function=clock>\n</function></tool_call><function=x>", "<function=x>", [("clock", {})]),

@@ -1,5 +1,7 @@
 """`TextStream` by what users see of it: no half stop string, nothing past a stop, the text that the tokenizer gives."""
 
+import time
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -60,3 +62,26 @@ def test_an_answer_is_what_the_tokenizer_decodes_behind_the_prompt(markers):
         pieces.append(stream.take())
     assert pieces == [" world", " morning", "!"]
     assert stream.text == whole[len(before) :]
+
+
+def test_a_text_grows_in_linear_time():
+    """Four times the tokens take about four times as long; to copy the text at each would take sixteen times."""
+    tokenizer = Tokenizer(models.WordLevel({"x" * 2000: 0}, unk_token="x" * 2000))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    def seconds(count):
+        stream, start = TextStream(tokenizer, []), time.thread_time()
+        for _ in range(count):
+            stream.push(0)
+        assert stream.text == "x" * 2000 * count
+        return time.thread_time() - start
+
+    seconds(10)
+    ratios = []
+    for _ in range(3):
+        short, long = seconds(500), seconds(2_000)
+        ratios.append(long / short)
+        if long < 0.1 or ratios[-1] < 8:
+            return
+    pytest.fail(f"four times the tokens take {ratios} times as long")

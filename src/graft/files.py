@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from graft.errors import GraftError
 
 _ENDING = ".partial"
 
@@ -18,6 +21,16 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. A file that cannot be read is a GraftError with its name."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GraftError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise GraftError(f"{path} is not JSON: {error}") from error
 
 
 @contextmanager

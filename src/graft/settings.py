@@ -26,6 +26,12 @@ class Settings:
         require(isinstance(given, cls), f"settings must be {cls.__name__}, not {type(given).__name__}")
         return replace(given, **options)
 
+    def check_least(self, least: int, *names: str) -> None:
+        """Raise a GraftError unless each of these settings is at least `least`."""
+        for name in names:
+            value = getattr(self, name)
+            require(value >= least, f"{name} must be at least {least}, not {value}")
+
 
 def require(condition: bool, message: str) -> None:
     """Raise a GraftError with `message` unless `condition` holds."""

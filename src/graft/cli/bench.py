@@ -25,44 +25,36 @@ _learning = functools.partial(option, rich_help_panel="Learning before the run")
 _model = functools.partial(option, rich_help_panel="Model")
 
 DECODING: Group = {
-    "max_new_tokens": _decoding(int, "--max-new-tokens", "Longest answer.", "128"),
-    "temperature": _decoding(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
-    "seed": _decoding(int, "--seed", "The same seed gives the same text.", "0"),
-    "repeat": _decoding(int, "--repeat", "Repetitions of each prompt.", "1"),
-    "rows": _decoding(
-        int, "--rows", "Batch size. Prompts of a batch do not learn from each other; times are the batch's.", "1"
-    ),
+    "max_new_tokens": _decoding(int, "Longest answer.", "128"),
+    "temperature": _decoding(float, "Higher is more varied; 0 is greedy.", "0"),
+    "seed": _decoding(int, "The same seed gives the same text.", "0"),
+    "repeat": _decoding(int, "Repetitions of each prompt.", "1"),
+    "rows": _decoding(int, "Batch size. Prompts of a batch do not learn from each other; times are the batch's.", "1"),
 }
 HEADS: Group = {
     "draft": _model(
         str,
-        "--draft",
         "The drafter: a draft head or small model, mtp, early-exit or none.",
         "the model's packaged head",
         metavar="HEAD",
     ),
-    "budget": _model(
-        int, "--budget", "Draft nodes verified per round, for all methods.", "each method's own; replay: 60"
-    ),
+    "budget": _model(int, "Draft nodes verified per round, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(
-        float, "--pass-cost", "Cost of a draft pass, relative to a verify step.", "measured; replay: 0.03", metavar="F"
+        float, "Cost of a draft pass, relative to a verify step.", "measured; replay: 0.03", metavar="F"
     ),
     "exact": LOADING["exact"],
     "as_cost_of": _model(
         str,
-        "--as-cost-of",
         "Give the model the cost of a larger one: llama-1b5, llama-8b, qwen-32b or layers=..,hidden=..",
         metavar="SHAPE",
     ),
-    "assistant": _model(
-        str, "--assistant", "The assistant of hf-assisted: a small model with the same tokenizer.", metavar="MODEL"
-    ),
+    "assistant": _model(str, "The assistant of hf-assisted: a small model with the same tokenizer.", metavar="MODEL"),
 }
 LEARNING: Group = {
-    "warmup": _learning(Path, "--warmup", "Prompts to learn from before the run.", metavar="FILE"),
-    "warmup_limit": _learning(int, "--warmup-limit", "Use only this many warm-up prompts.", "all"),
+    "warmup": _learning(Path, "Prompts to learn from before the run.", metavar="FILE"),
+    "warmup_limit": _learning(int, "Use only this many warm-up prompts.", "all"),
     "state": _learning(
-        list[str], "--state", "cold, warm or persistent; repeatable.", "warm with --warmup, else cold", metavar="STATE"
+        list[str], "cold, warm or persistent; repeatable.", "warm with --warmup, else cold", metavar="STATE"
     ),
 }
 TRIAL = "Count from one to ten."
@@ -70,6 +62,7 @@ TRIAL = "Count from one to ten."
 
 @takes(loading=MODEL, heads=HEADS, learning=LEARNING, decoding=DECODING)
 def bench(
+    context: typer.Context,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for results.json, results.csv and report.html; required without --record."),
@@ -109,6 +102,8 @@ def bench(
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
+    if context.invoked_subcommand is not None:
+        return
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states
@@ -181,16 +176,12 @@ def bench(
         "as_cost_of": heads.get("as_cost_of"),
         "shape": vars(shape) | {"parameters": engine.target.model.num_parameters()} if shape is not None else None,
         "dtype": str(engine.target.model.dtype).removeprefix("torch."),
-        "methods": names,
-        "states": states,
-        "tasks": {task: len(prompts) for task, prompts in tasks.items()},
         **vars(settings),
         "budget": budget,
         "pass_cost": pass_cost,
         "exact": exact,
         "assistant": _public(heads.get("assistant")),
         "warmup": warmup.stem if warmup is not None else None,
-        "warmup_prompts": len(lessons),
         "max_prompt_tokens": max_prompt_tokens,
     }
     machine = environment(engine.target.device)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +15,14 @@ from graft.cli.terminal import notes
 from graft.errors import GraftError
 
 LOAD: Group = {
-    "requests": option(int, "--requests", "Number of requests.", "64"),
-    "concurrency": option(int, "--concurrency", "Most requests in flight at once.", "8"),
-    "rate": option(float, "--rate", "Requests to start per second.", "start one when another ends"),
-    "max_tokens": option(int, "--max-tokens", "Longest answer.", "128"),
-    "temperature": option(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
-    "plain": option(bool, "--plain", "Ask a Graft server not to speculate."),
-    "slo_first": option(float, "--slo-first", "Service level: most seconds to the first token.", "2"),
-    "slo_token": option(float, "--slo-token", "Service level: most seconds per further token.", "0.2"),
+    "requests": option(int, "Number of requests.", "64"),
+    "concurrency": option(int, "Most requests in flight at once.", "8"),
+    "rate": option(float, "Requests to start per second.", "start one when another ends"),
+    "max_tokens": option(int, "Longest answer.", "128"),
+    "temperature": option(float, "Higher is more varied; 0 is greedy.", "0"),
+    "plain": option(bool, "Ask a Graft server not to speculate.", flag="--plain"),
+    "slo_first": option(float, "Service level: most seconds to the first token.", "2"),
+    "slo_token": option(float, "Service level: most seconds per further token.", "0.2"),
 }
 
 
@@ -81,21 +79,6 @@ def _show(figures: dict[str, Any]) -> None:
     )
 
 
-def _benches() -> typer.Typer:
-    """`graft bench` as a group that also runs without a subcommand."""
-
-    @functools.wraps(bench)
-    def alone(ctx: typer.Context, **options: Any) -> None:
-        if ctx.invoked_subcommand is None:
-            bench(**options)
-
-    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(bench).parameters.values()]
-    alone.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-    group = typer.Typer(name="bench", rich_markup_mode="rich")
-    group.callback(invoke_without_command=True)(alone)
-    group.command()(serve)
-    return group
-
-
-benches = _benches()
+benches = typer.Typer(name="bench", rich_markup_mode="rich")
+benches.callback(invoke_without_command=True)(bench)
+benches.command()(serve)

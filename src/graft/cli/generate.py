@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from graft.request.stats import Stats
 
 ANSWERS: Group = {
-    "n": option(int, "--n", "Number of answers.", "1"),
-    "logprobs": option(int, "--logprobs", "With --json: log-probabilities of each token and of N alternatives."),
+    "n": option(int, "Number of answers.", "1"),
+    "logprobs": option(int, "With --json: log-probabilities of each token and of N alternatives."),
 }
 
 

@@ -23,10 +23,13 @@ Given = dict[str, Any]  # the options of a group that the user gave, by setting 
 Group = dict[str, Any]  # setting name in the library -> typer annotation
 
 
-def option(kind: Any, flag: str, help: str, default: str | None = None, **more: Any) -> Any:
-    """An option that is None unless given. default: the library's default, for `--help` only."""
+def option(kind: Any, help: str, default: str | None = None, *, flag: str | None = None, **more: Any) -> Any:
+    """An option that is None unless given.
+
+    default: the library's default, for `--help` only. flag: if it is not the setting's name.
+    """
     shown = f"{help} [dim]\\[default: {default}][/]" if default else help
-    return Annotated[kind | None, typer.Option(flag, help=shown, **more)]
+    return Annotated[kind | None, typer.Option(*([flag] if flag else []), help=shown, **more)]
 
 
 _model = functools.partial(option, rich_help_panel="Model")
@@ -34,58 +37,42 @@ _sampling = functools.partial(option, rich_help_panel="Sampling")
 _ending = functools.partial(option, rich_help_panel="Stopping")
 
 MODEL: Group = {
-    "model": _model(str, "--model", "A packaged model, a folder, a .gguf file or a hub id.", DEFAULT_MODEL),
-    "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one.", "auto"),
-    "dtype": _model(str, "--dtype", "fp32, bf16 or fp16; auto is bf16 on a GPU, fp32 on a CPU.", "auto"),
+    "model": _model(str, "A packaged model, a folder, a .gguf file or a hub id.", DEFAULT_MODEL),
+    "device": _model(str, "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one.", "auto"),
+    "dtype": _model(str, "fp32, bf16 or fp16; auto is bf16 on a GPU, fp32 on a CPU.", "auto"),
 }
 LOADING: Group = MODEL | {
     "draft": _model(
         str,
-        "--draft",
         "The drafter: a draft head or small model (folder, hub id, .gguf or packaged name), mtp, early-exit[:LAYER] "
         "or none.",
         "auto",
         metavar="HEAD",
     ),
-    "policy": _model(str, "--policy", "off, graft. off is plain decoding.", "graft"),
-    "datastore": _model(str, "--datastore", "Also retrieve from this index, made by graft index build.", metavar="DIR"),
-    "budget": _model(int, "--budget", "Draft nodes verified per round.", "the fastest on this machine"),
-    "exact": _model(
-        bool, "--exact/--no-exact", "On a GPU, compute the same bits whatever else is in the batch.", "no-exact"
-    ),
+    "policy": _model(str, "off, graft. off is plain decoding.", "graft"),
+    "datastore": _model(str, "Also retrieve from this index, made by graft index build.", metavar="DIR"),
+    "budget": _model(int, "Draft nodes verified per round.", "the fastest on this machine"),
+    "exact": _model(bool, "On a GPU, compute the same bits whatever else is in the batch.", "no-exact"),
     "keep_learned": _model(
-        bool,
-        "--keep-learned/--no-keep-learned",
-        "Save what this run learns, for later runs.",
-        "on for generate and chat, off elsewhere",
+        bool, "Save what this run learns, for later runs.", "on for generate and chat, off elsewhere"
     ),
-    "profile": _model(
-        str, "--profile", "The profile that graft tune saved: auto, none or a file.", "auto", metavar="FILE"
-    ),
+    "profile": _model(str, "The profile that graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
 }
 SAMPLING: Group = {
-    "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
-    "top_k": _sampling(int, "--top-k", "Sample from the K likeliest tokens; 0 is off.", "0"),
-    "top_p": _sampling(float, "--top-p", "Sample from the likeliest tokens whose probabilities add up to P.", "1"),
-    "min_p": _sampling(float, "--min-p", "Drop tokens less likely than P times the likeliest.", "0"),
-    "repetition_penalty": _sampling(
-        float, "--repetition-penalty", "Above 1, make tokens of the prompt and the answer less likely.", "1"
-    ),
-    "presence_penalty": _sampling(
-        float, "--presence-penalty", "Subtract this from the logit of each token in the answer so far.", "0"
-    ),
-    "frequency_penalty": _sampling(
-        float, "--frequency-penalty", "Subtract this once per occurrence of a token in the answer so far.", "0"
-    ),
-    "logit_bias": _sampling(list[str], "--logit-bias", "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
-    "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
-    "max_new_tokens": _ending(
-        int, "--max-new-tokens", "Stop after this many tokens.", "256, or what the context has room for"
-    ),
-    "min_tokens": _ending(int, "--min-tokens", "Do not stop before this many tokens.", "0"),
-    "stop": _ending(list[str], "--stop", "Stop before this text; repeatable.", metavar="TEXT"),
-    "stop_token_ids": _ending(list[int], "--stop-token-id", "Stop at this token; repeatable.", metavar="ID"),
-    "ignore_eos": _ending(bool, "--ignore-eos", "Do not stop at the model's end-of-text token."),
+    "temperature": _sampling(float, "Higher is more varied; 0 is greedy.", "0"),
+    "top_k": _sampling(int, "Sample from the K likeliest tokens; 0 is off.", "0"),
+    "top_p": _sampling(float, "Sample from the likeliest tokens whose probabilities add up to P.", "1"),
+    "min_p": _sampling(float, "Drop tokens less likely than P times the likeliest.", "0"),
+    "repetition_penalty": _sampling(float, "Above 1, make tokens of the prompt and the answer less likely.", "1"),
+    "presence_penalty": _sampling(float, "Subtract this from the logit of each token in the answer so far.", "0"),
+    "frequency_penalty": _sampling(float, "Subtract this once per occurrence of a token in the answer so far.", "0"),
+    "logit_bias": _sampling(list[str], "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
+    "seed": _sampling(int, "The same seed gives the same text.", "random"),
+    "max_new_tokens": _ending(int, "Stop after this many tokens.", "256, or what the context has room for"),
+    "min_tokens": _ending(int, "Do not stop before this many tokens.", "0"),
+    "stop": _ending(list[str], "Stop before this text; repeatable.", metavar="TEXT"),
+    "stop_token_ids": _ending(list[int], "Stop at this token; repeatable.", metavar="ID", flag="--stop-token-id"),
+    "ignore_eos": _ending(bool, "Do not stop at the model's end-of-text token.", flag="--ignore-eos"),
 }
 
 

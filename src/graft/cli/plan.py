@@ -22,32 +22,28 @@ _drafts = functools.partial(option, rich_help_panel="Drafts")
 PLANNED: Group = {
     "model": _machine(
         str,
-        "--model",
         "llama-1b5, llama-8b, qwen-32b, llama-70b, qwen3-30b-a3b, qwen3-235b; a folder with a config.json; "
         "or sizes, as layers=..,hidden=..",
         "llama-8b",
     ),
-    "gpu": _machine(str, "--gpu", "h200, h100-sxm, b200, a100-80g, l40s, rtx4090.", "h200"),
-    "gpus": _machine(int, "--gpus", "Number of GPUs, with tensor parallelism.", "1"),
-    "batch": _load(list[int], "--batch", "Batch size; repeatable.", "1, 4, 16, 64, 128"),
-    "context": _load(int, "--context", "Mean tokens of each text.", "2000"),
-    "prompt_tokens": _load(int, "--prompt-tokens", "Include prefill of prompts this long.", "0: decode only"),
-    "answer_tokens": _load(int, "--answer-tokens", "With --prompt-tokens: new tokens per prompt.", "256"),
-    "draft_vocab": _drafts(int, "--draft-vocab", "Draft vocabulary of the head.", "32000"),
+    "gpu": _machine(str, "h200, h100-sxm, b200, a100-80g, l40s, rtx4090.", "h200"),
+    "gpus": _machine(int, "Number of GPUs, with tensor parallelism.", "1"),
+    "batch": _load(list[int], "Batch size; repeatable.", "1, 4, 16, 64, 128"),
+    "context": _load(int, "Mean tokens of each text.", "2000"),
+    "prompt_tokens": _load(int, "Include prefill of prompts this long.", "0: decode only"),
+    "answer_tokens": _load(int, "With --prompt-tokens: new tokens per prompt.", "256"),
+    "draft_vocab": _drafts(int, "Draft vocabulary of the head.", "32000"),
     "accepted": _drafts(
-        float, "--accepted", "Mean accepted length of the head's dense tree of 60 nodes.", "that of the packaged head"
+        float, "Mean accepted length of the head's dense tree of 60 nodes.", "that of the packaged head"
     ),
     "acceptance": _drafts(
-        Path, "--acceptance", "Instead of --accepted: a results.json of graft bench on your prompts.", metavar="FILE"
+        Path, "Instead of --accepted: a results.json of graft bench on your prompts.", metavar="FILE"
     ),
 }
 
 
 @takes(planned=PLANNED)
 def plan(
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare predictions with measured figures, and stop.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     *,
     planned: Given,
@@ -56,13 +52,10 @@ def plan(
 
     A roofline model gives the time of a step: reading weights and KV cache, arithmetic, kernel launches, all-reduces.
     Its efficiencies were measured on an H200. Accepted lengths were measured with the packaged model and head: give
-    your own with --accepted or --acceptance. The plan prints its assumptions; --check prints its errors.
+    your own with --accepted or --acceptance. The plan prints its assumptions; docs/plan.md lists its errors.
 
     [dim]Example:[/] graft plan --model qwen3-235b --gpus 8 --gpu h200
     """
-    if check:
-        _check(as_json)
-        return
     from graft.plan.planner import PlanSettings, make_plan
 
     if "batch" in planned:
@@ -115,8 +108,7 @@ def assumptions(made: Plan) -> list[str]:
         )
     if not settings.prompt_tokens:
         lines.append("prefill is left out: --prompt-tokens includes it")
-    lines.append("graft plan --check shows how far predictions are from measurements")
-    return lines
+    return [*lines, "docs/plan.md lists how far predictions are from measurements"]
 
 
 def _cells(row: Row) -> list[str]:
@@ -150,40 +142,8 @@ def _facts(made: Plan) -> dict[str, Any]:
     }
 
 
-def _check(as_json: bool) -> None:
-    from graft.plan.check import checked_points, summary
-
-    points = checked_points()
-    if as_json:
-        print(json.dumps([vars(point) | {"error": point.error} for point in points], indent=2))
-        return
-    print("Predicted and measured on one H200. * marks figures used for fitting. Sources: docs/benchmarks.md")
-    for group in dict.fromkeys(point.group for point in points):
-        print(f"\n{group}")
-        _print_table(
-            ("", "predicted", "measured", "error", ""),
-            [
-                [p.what, _number(p.predicted), _number(p.measured), f"{p.error:+.0%}", "*" if p.fitted else ""]
-                for p in points
-                if p.group == group
-            ],
-        )
-    print("\nErrors of the figures not used for fitting")
-    _print_table(
-        ("", "figures", "median", "largest"),
-        [[group, str(count), f"{middle:.0%}", f"{worst:+.0%}"] for group, count, middle, worst in summary(points)],
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: numbers to the right, a first column of words to the left."""
+    """Print columns aligned to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
-    has_words = not all(row[0].isdecimal() for row in rows)
     for row in (titles, *rows):
-        first = row[0].ljust(widths[0]) if has_words else row[0].rjust(widths[0])
-        others = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([first, *others]).rstrip())
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""A benchmark in the terminal: the live results table, the result files and the final table."""
+"""A benchmark in the terminal: its progress, the result files and the final table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graft.cli.terminal import notes
+from graft.cli.terminal import ProgressBars, aside, notes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,67 +32,35 @@ def run_and_show(
     out: Path,
 ) -> None:
     """Run the methods; show and write the results after every task."""
-    from graft.bench.report import html
+    from graft.bench.report import html, in_short, label
     from graft.bench.results import Summary
     from graft.bench.runner import run, variants
+    from graft.progress import Report
 
+    facts |= {
+        "methods": [method.name for method in compared],
+        "states": states,
+        "tasks": {task: len(questions) for task, questions in tasks.items()},
+        "warmup_prompts": len(lessons),
+    }
     summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
-    with Display() as display:
-        display.say("warming up")
-        ready = variants(compared, states, lessons, trial, settings, eos_token_ids)
-        for task in run(ready, tasks, settings, eos_token_ids, display.progress):
+    aside("Warming up ...")
+    ready = variants(compared, states, lessons, trial, settings, eos_token_ids)
+    with ProgressBars() as bars:
+
+        def progress(task: str, done: int, total: int) -> None:
+            bars.show(Report(task, done, total, "prompts"))
+
+        for task in run(ready, tasks, settings, eos_token_ids, progress):
             summary.add(task)
             results = summary.results(facts, machine)
             results.write(out)
             (out / "report.html").write_text(html(results), encoding="utf-8")
-            display.show(results)
+            name = results.runs[-1].task
+            words = ", ".join(f"{label(each)} {in_short(each)}" for each in results.runs if each.task == name)
+            bars.say(f"{name}: {words}")
     _print_results(results)
     notes().print(f"The results are in {out}; open report.html to look at them", markup=False)
-
-
-class Display:
-    """Live display: on a terminal a table that grows with every task, in a pipe one line per task."""
-
-    def __init__(self) -> None:
-        from rich.live import Live
-
-        self._console = notes()
-        self._live = Live(console=self._console, transient=True) if self._console.is_terminal else None
-        self._table: Table | str = ""
-        self._doing = ""
-
-    def __enter__(self) -> Display:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def say(self, doing: str) -> None:
-        self._doing = doing
-        self._refresh()
-
-    def progress(self, task: str, done: int, total: int) -> None:
-        self.say(f"{task}: {done} of {total} prompts")
-
-    def show(self, results: Results) -> None:
-        self._table = _table(results, self._console.width)
-        self._refresh()
-        if self._live is None:
-            from graft.bench.report import in_short, label
-
-            task = results.runs[-1].task
-            words = ", ".join(f"{label(run)} {in_short(run)}" for run in results.runs if run.task == task)
-            self._console.print(f"{task}: {words}", markup=False, soft_wrap=True)
-
-    def _refresh(self) -> None:
-        if self._live is not None:
-            from rich.console import Group as Lines
-            from rich.text import Text
-
-            self._live.update(Lines(self._table, Text(self._doing, style="dim")), refresh=True)
 
 
 def _print_results(results: Results) -> None:

@@ -22,73 +22,52 @@ _server = functools.partial(option, rich_help_panel="Server")
 _limit = functools.partial(option, rich_help_panel="Limits")
 
 SERVING: Group = {
-    "host": _server(str, "--host", "Address to listen on.", "127.0.0.1, this machine only"),
-    "port": _server(int, "--port", "Port to listen on; 0 picks a free one.", "8000"),
-    "api_keys": _server(list[str], "--api-key", "Require this API key; repeatable.", metavar="KEY"),
+    "host": _server(str, "Address to listen on.", "127.0.0.1, this machine only"),
+    "port": _server(int, "Port to listen on; 0 picks a free one.", "8000"),
+    "api_keys": _server(list[str], "Require this API key; repeatable.", metavar="KEY", flag="--api-key"),
     "allowed_hosts": _server(
         list[str],
-        "--allowed-hosts",
         "Accept requests for this host name, besides local ones; repeatable.",
         "any; if --host is local, local names only",
         metavar="HOST",
     ),
-    "ssl_certfile": _server(Path, "--ssl-certfile", "Serve HTTPS with this PEM certificate.", metavar="FILE"),
-    "ssl_keyfile": _server(
-        Path, "--ssl-keyfile", "The certificate's key, if it is in a separate file.", metavar="FILE"
-    ),
-    "served_model_name": _server(str, "--served-model-name", "The model's name in requests.", "the model's own"),
+    "ssl_certfile": _server(Path, "Serve HTTPS with this PEM certificate.", metavar="FILE"),
+    "ssl_keyfile": _server(Path, "The certificate's key, if it is in a separate file.", metavar="FILE"),
+    "served_model_name": _server(str, "The model's name in requests.", "the model's own"),
     "tool_parser": _server(
-        str, "--tool-parser", "Format of tool calls: hermes, llama3, qwen, mistral, pythonic.", "from the chat template"
+        str, "Format of tool calls: hermes, llama3, qwen, mistral, pythonic.", "from the chat template"
     ),
     "reasoning_parser": _server(
-        str,
-        "--reasoning-parser",
-        "Format of reasoning: think (between <think> and </think>) or none.",
-        "from the chat template",
+        str, "Format of reasoning: think (between <think> and </think>) or none.", "from the chat template"
     ),
     "learning": _server(
         str,
-        "--learning",
         "Requests that learn from each other: shared (all), key (same API key), isolated (same key and user), off.",
         "key with several API keys, else shared",
     ),
-    "page": _server(bool, "--page/--no-page", "Serve the web page at /.", "on"),
-    "log_prompts": _server(bool, "--log-prompts", "Write prompts to the log."),
-    "max_rows": _limit(int, "--max-rows", "Answers decoded together in a batch.", "16"),
-    "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; further ones get status 429.", "64"),
-    "max_batched_tokens": _limit(
-        int, "--max-batched-tokens", "Tokens per step, prefill and decode together.", "2048; on a CPU 512"
-    ),
+    "page": _server(bool, "Serve the web page at /.", "on"),
+    "log_prompts": _server(bool, "Write prompts to the log.", flag="--log-prompts"),
+    "max_rows": _limit(int, "Answers decoded together in a batch.", "16"),
+    "max_waiting": _limit(int, "Requests that may wait; further ones get status 429.", "64"),
+    "max_batched_tokens": _limit(int, "Tokens per step, prefill and decode together.", "2048; on a CPU 512"),
     "memory": _limit(
         float,
-        "--memory",
         "On a GPU, share of its memory for weights, KV cache and graphs; on a CPU, share of free memory for the KV "
         "cache.",
         "0.85; on a CPU 0.25",
     ),
-    "max_cache_tokens": _limit(
-        int, "--max-cache-tokens", "KV cache size in tokens, instead of --memory.", "what --memory allows"
-    ),
+    "max_cache_tokens": _limit(int, "KV cache size in tokens, instead of --memory.", "what --memory allows"),
     "prefix_cache_tokens": _limit(
-        int,
-        "--prefix-cache-tokens",
-        "Tokens of finished texts kept in the prefix cache; 0 turns it off.",
-        "all that fit",
+        int, "Tokens of finished texts kept in the prefix cache; 0 turns it off.", "all that fit"
     ),
-    "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request body.", "2097152"),
-    "max_prompt_bytes": _limit(
-        int, "--max-prompt-bytes", "Longest prompt, in bytes.", "16 for each token of the context"
-    ),
-    "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt, in tokens.", "the model's context"),
-    "max_tokens": _limit(int, "--max-tokens", "Longest answer that a request may ask for.", "4096"),
-    "default_max_tokens": _limit(
-        int, "--default-max-tokens", "Longest chat answer if the request sets no limit.", "1024"
-    ),
-    "timeout": _limit(float, "--timeout", "Seconds a request may take.", "600"),
-    "read_timeout": _limit(float, "--read-timeout", "Seconds a client may take to send its request.", "30"),
-    "shutdown_timeout": _limit(
-        float, "--shutdown-timeout", "Seconds that running requests get to finish at shutdown.", "30"
-    ),
+    "max_body_bytes": _limit(int, "Largest request body.", "2097152"),
+    "max_prompt_bytes": _limit(int, "Longest prompt, in bytes.", "16 for each token of the context"),
+    "max_prompt_tokens": _limit(int, "Longest prompt, in tokens.", "the model's context"),
+    "max_tokens": _limit(int, "Longest answer that a request may ask for.", "4096"),
+    "default_max_tokens": _limit(int, "Longest chat answer if the request sets no limit.", "1024"),
+    "timeout": _limit(float, "Seconds a request may take.", "600"),
+    "read_timeout": _limit(float, "Seconds a client may take to send its request.", "30"),
+    "shutdown_timeout": _limit(float, "Seconds that running requests get to finish at shutdown.", "30"),
 }
 
 
@@ -116,7 +95,7 @@ def serve(
     from graft.server.settings import gather
 
     wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
-    engine = load_engine(wanted, isolated=settings.shared_by != "all")
+    engine = load_engine(wanted, isolated=settings.sharing != "shared")
     _run(engine, settings, Path(str(wanted.get("model", DEFAULT_MODEL))).name)
 
 

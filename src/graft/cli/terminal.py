@@ -112,6 +112,10 @@ class ProgressBars:
     def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
     def show(self, report: Report) -> None:
         if not self._console.is_terminal:
             part = 20 * report.done // report.total

@@ -71,13 +71,9 @@ def replay_traces(
     facts = {
         "replay": True,
         **{fact: recorded.about.get(fact) for fact in ("model", "draft", "dtype", "depth", "topk", "max_new_tokens")},
-        "methods": names,
-        "states": states,
-        "tasks": {task: len(questions) for task, questions in recorded.tasks.items()},
         "budget": budget,
         "pass_cost": pass_cost,
         "warmup": warmup.stem if warmup is not None else None,
-        "warmup_prompts": len(lessons),
     }
     trial, machine = next(iter(recorded.tasks.values()))[0], environment(torch.device("cpu"))
     run_and_show(compared, states, recorded.tasks, lessons, trial, BenchSettings(), [], facts, machine, out)

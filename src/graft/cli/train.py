@@ -12,7 +12,6 @@ import typer
 from graft.cli.options import MODEL, Given, Group, option, takes
 from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
 from graft.data import read_prompts
-from graft.errors import GraftError
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -26,88 +25,81 @@ _pruned = functools.partial(option, rich_help_panel="Depth-pruned models")
 _block = functools.partial(option, rich_help_panel="Block heads: dflash, treeflash")
 
 ANSWERING: Group = {
-    "max_new_tokens": _answering(int, "--max-new-tokens", "Longest answer.", "256"),
+    "max_new_tokens": _answering(int, "Longest answer.", "256"),
     "temperatures": _answering(
-        list[float], "--temperature", "Answer every prompt at this temperature; repeatable.", "0"
+        list[float], "Answer every prompt at this temperature; repeatable.", "0", flag="--temperature"
     ),
-    "num_rows": _answering(int, "--rows", "Batch size; 1024 suits a large GPU.", "64"),
-    "max_prompt_tokens": _answering(int, "--max-prompt-tokens", "Skip longer prompts.", "1536"),
+    "num_rows": _answering(int, "Batch size; 1024 suits a large GPU.", "64", flag="--rows"),
+    "max_prompt_tokens": _answering(int, "Skip longer prompts.", "1536"),
 }
 TRAINING: Group = {
-    "steps": _training(int, "--steps", "Optimizer steps; 0 is allowed for depth-pruned.", "2000"),
-    "batch_tokens": _training(int, "--batch-tokens", "Tokens per step.", "32768"),
-    "max_tokens": _training(int, "--max-tokens", "Cut prompt and answer after this many tokens.", "2048"),
-    "learning_rate": _training(float, "--learning-rate", "Peak learning rate.", "0.001, depth-pruned 0.0003"),
-    "warmup_steps": _training(int, "--warmup-steps", "Steps of learning-rate warm-up.", "100"),
-    "weight_decay": _training(float, "--weight-decay", "Weight decay of matrices.", "0.01"),
+    "steps": _training(int, "Optimizer steps; 0 is allowed for depth-pruned.", "2000"),
+    "batch_tokens": _training(int, "Tokens per step.", "32768"),
+    "max_tokens": _training(int, "Cut prompt and answer after this many tokens.", "2048"),
+    "learning_rate": _training(float, "Peak learning rate.", "0.001, depth-pruned 0.0003"),
+    "warmup_steps": _training(int, "Steps of learning-rate warm-up.", "100"),
+    "weight_decay": _training(float, "Weight decay of matrices.", "0.01"),
     "ema_decay": _training(
-        float, "--ema-decay", "Decay of the averaged weights that are saved; 0 averages none.", "0, block heads 0.999"
+        float, "Decay of the averaged weights that are saved; 0 averages none.", "0, block heads 0.999"
     ),
-    "evaluate_every": _training(int, "--evaluate-every", "Evaluate and save every so many steps.", "200"),
-    "held_back": _training(float, "--held-back", "Share of prompts held back for evaluation.", "0.01"),
-    "seed": _training(int, "--seed", "Fixes the order of the answers.", "0"),
+    "evaluate_every": _training(int, "Evaluate and save every so many steps.", "200"),
+    "held_back": _training(float, "Share of prompts held back for evaluation.", "0.01"),
+    "seed": _training(int, "Fixes the order of the answers.", "0"),
 }
 EAGLE3: Group = {
-    "draft_vocab_size": _eagle3(int, "--draft-vocab-size", "Tokens that the head can draft.", "8192"),
-    "unroll": _eagle3(int, "--unroll", "Draft depths to train.", "5"),
-    "step_weight": _eagle3(float, "--step-weight", "Loss weight of each depth relative to the one before.", "0.8"),
+    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "8192"),
+    "unroll": _eagle3(int, "Draft depths to train.", "5"),
+    "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
 }
 LAYERS: Group = {
     "num_layers": _layers(
-        int, "--layers", "Layers of the head or draft model.", "4, depth-pruned a third of the model's"
+        int, "Layers of the head or draft model.", "4, depth-pruned a third of the model's", flag="--layers"
     ),
 }
 SHAPE: Group = {
-    "num_taps": _block(int, "--taps", "Number of target layers to read, evenly spread.", "5"),
+    "num_taps": _block(int, "Number of target layers to read, evenly spread.", "5", flag="--taps"),
     "target_layers": _block(
-        list[int], "--target-layer", "Instead of --taps: read the input of this target layer; repeatable."
+        list[int], "Instead of --taps: read the input of this target layer; repeatable.", flag="--target-layer"
     ),
-    "conditional_size": _block(int, "--conditional-size", "Inner size of treeflash's MLP.", "that of the layers"),
-    "num_drafts": _block(int, "--drafts", "Tokens that a block predicts.", "12"),
-    "slots": _block(str, "--slots", "in-place, as other engines expect, or shifted.", "in-place"),
+    "conditional_size": _block(int, "Inner size of treeflash's MLP.", "that of the layers"),
+    "num_drafts": _block(int, "Tokens that a block predicts.", "12", flag="--drafts"),
+    "slots": _block(str, "in-place, as other engines expect, or shifted.", "in-place"),
     "causal": _block(
-        bool, "--causal/--bidirectional", "Whether slots see only earlier slots, as in JetSpec.", "bidirectional"
+        bool, "Whether slots see only earlier slots, as in JetSpec.", "bidirectional", flag="--causal/--bidirectional"
     ),
     "learned_mask": _block(
         bool,
-        "--learned-mask/--token-mask",
         "Fill masked slots with a learned vector or a token's embedding.",
         "learned-mask",
+        flag="--learned-mask/--token-mask",
     ),
 }
 BLOCK: Group = {
-    "anchors": _block(int, "--anchors", "Blocks trained per row of --max-tokens.", "384"),
-    "weighting": _block(str, "--weighting", "Weights of slots: decay, or pace for D-PACE.", "decay"),
-    "gamma": _block(float, "--gamma", "With decay: slots until the weight falls to 1/e.", "5"),
-    "pace_floor": _block(float, "--pace-floor", "With pace: smallest probability of a slot.", "0.5"),
-    "marginal_weight": _block(
-        float, "--marginal-weight", "treeflash: loss weight of predictions without the token before.", "0.5"
-    ),
-    "chunk_slots": _block(int, "--chunk-slots", "Slots whose logits are in memory at once.", "4608"),
-    "flex": _block(bool, "--flex/--dense", "On a GPU, use FlexAttention or a dense mask.", "flex"),
-    "simulated": _block(int, "--simulated", "Held-back answers to simulate in evaluations.", "128"),
-    "nodes": _block(int, "--nodes", "Tree nodes in these simulations.", "60"),
+    "anchors": _block(int, "Blocks trained per row of --max-tokens.", "384"),
+    "weighting": _block(str, "Weights of slots: decay, or pace for D-PACE.", "decay"),
+    "gamma": _block(float, "With decay: slots until the weight falls to 1/e.", "5"),
+    "pace_floor": _block(float, "With pace: smallest probability of a slot.", "0.5"),
+    "marginal_weight": _block(float, "treeflash: loss weight of predictions without the token before.", "0.5"),
+    "chunk_slots": _block(int, "Slots whose logits are in memory at once.", "4608"),
+    "flex": _block(bool, "On a GPU, use FlexAttention or a dense mask.", "flex", flag="--flex/--dense"),
+    "simulated": _block(int, "Held-back answers to simulate in evaluations.", "128"),
+    "nodes": _block(int, "Tree nodes in these simulations.", "60"),
 }
 PRUNED: Group = {
-    "measured": _pruned(int, "--measured", "Tokens on which to compare the model without a layer.", "4096"),
+    "measured": _pruned(int, "Tokens on which to compare the model without a layer.", "4096"),
 }
 FILES: Group = {
-    "start_from": _block(Path, "--start-from", "Start with the weights of this head.", metavar="HEAD"),
-    "max_file_mib": _block(int, "--max-file-mib", "Split the weights into files of at most this size.", "one file"),
+    "start_from": _block(Path, "Start with the weights of this head.", metavar="HEAD"),
+    "max_file_mib": _block(int, "Split the weights into files of at most this size.", "one file"),
 }
 
 
-@takes(
-    loading=MODEL,
-    answering=ANSWERING,
-    training=TRAINING,
-    layers=LAYERS,
-    eagle3=EAGLE3,
-    shape=SHAPE,
-    block=BLOCK,
-    files=FILES,
-    pruned=PRUNED,
-)
+OF_KINDS: Group = LAYERS | EAGLE3 | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
+_BLOCK_HEADS = LAYERS | SHAPE | BLOCK | FILES
+_BY_KIND = {"eagle3": EAGLE3, "dflash": _BLOCK_HEADS, "treeflash": _BLOCK_HEADS, "depth-pruned": LAYERS | PRUNED}
+
+
+@takes(loading=MODEL, answering=ANSWERING, training=TRAINING, of_kind=OF_KINDS)
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the new head or draft model.")],
     prompts: Annotated[list[Path] | None, typer.Option(help="A JSON-lines file of prompts; repeatable.")] = None,
@@ -121,12 +113,7 @@ def train(
     loading: Given,
     answering: Given,
     training: Given,
-    layers: Given,
-    eagle3: Given,
-    shape: Given,
-    block: Given,
-    files: Given,
-    pruned: Given,
+    of_kind: Given,
 ) -> None:
     """Train a draft head: the model answers the prompts, and the head learns to predict the answers.
 
@@ -149,11 +136,7 @@ def train(
     require(not (answers is not None and (answering or limit)), "--answers excludes options for generating answers")
     require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     answer_settings = AnswerSettings.of(answering)
-    recipe = _recipe(
-        kind,
-        training,
-        {"eagle3": eagle3, "shape": layers | shape, "block": block, "files": files, "pruned": layers | pruned},
-    )
+    recipe = _recipe(kind, training, of_kind)
     checked_folder(out)
     texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
@@ -172,52 +155,45 @@ def train(
     notes().print(words, markup=False, soft_wrap=True)
 
 
-_GROUPS = {  # groups of options by kind
-    "eagle3": ("eagle3",),
-    "dflash": ("shape", "block", "files"),
-    "treeflash": ("shape", "block", "files"),
-    "depth-pruned": ("pruned",),
-}
-
-
-def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
-    """The recipe of a kind. groups: options of some kinds only; an option of several kinds is in several groups."""
+def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
+    """The recipe of a kind, with its options."""
     from graft.settings import require_known
     from graft.train.block import BlockSettings, BlockShape
     from graft.train.depth_pruned import DepthPrunedSettings
     from graft.train.eagle3 import Eagle3Settings
-    from graft.train.recipe import KINDS, BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
+    from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
-    require_known("kind", kind, KINDS)
-    own = {name for group in _GROUPS[kind] for name in groups[group]}
-    for name in (name for options in groups.values() for name in options if name not in own):
-        raise GraftError(f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
+    require_known("kind", kind, _BY_KIND)
+    for name in of_kind:
+        fits = name in _BY_KIND[kind]
+        require(fits, f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
-        options = groups["eagle3"]
-        size = {name: options.pop(name) for name in ("draft_vocab_size",) if name in options}
-        return Eagle3Recipe(Eagle3Settings.of(training | options), **size)
+        size = {name: of_kind.pop(name) for name in ("draft_vocab_size",) if name in of_kind}
+        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **size)
+    count = of_kind.get("num_layers", 1)
+    require(count >= 1, f"--layers must be at least 1, not {count}")
     if kind == "depth-pruned":
-        options = groups["pruned"]
-        count = options.pop("num_layers", None)
-        require(count is None or count >= 1, f"--layers must be at least 1, not {count}")
-        return DepthPrunedRecipe(DepthPrunedSettings.of(training | options), count)
-    shape, files = groups["shape"], groups["files"]
-    if "target_layers" in shape:
-        shape["target_layers"] = tuple(shape["target_layers"])
-    mib = files.get("max_file_mib")
+        return DepthPrunedRecipe(DepthPrunedSettings.of(training | _part(of_kind, PRUNED)), of_kind.get("num_layers"))
+    if "target_layers" in of_kind:
+        of_kind["target_layers"] = tuple(of_kind["target_layers"])
+    mib = of_kind.get("max_file_mib")
     require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
     return BlockRecipe(
-        BlockSettings.of(training | groups["block"]),
-        BlockShape.of(shape),
+        BlockSettings.of(training | _part(of_kind, BLOCK)),
+        BlockShape.of(_part(of_kind, LAYERS | SHAPE)),
         conditional=kind == "treeflash",
-        start_from=files.get("start_from"),
+        start_from=of_kind.get("start_from"),
         max_file_bytes=None if mib is None else mib * 2**20,
     )
 
 
+def _part(given: Given, group: Group) -> Given:
+    return {name: value for name, value in given.items() if name in group}
+
+
 def _flag(name: str) -> str:
     """The command-line flag of a setting."""
-    (given,) = (EAGLE3 | LAYERS | SHAPE | BLOCK | FILES | PRUNED)[name].__metadata__
+    (given,) = OF_KINDS[name].__metadata__
     # Inside Annotated, typer stores its first argument, the flag, as the default until it builds the command.
-    flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
-    return flag.partition("/")[0]
+    names = [each for each in (given.default, *(given.param_decls or ())) if isinstance(each, str)]
+    return names[0].partition("/")[0] if names else f"--{name.replace('_', '-')}"

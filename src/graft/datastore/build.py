@@ -205,7 +205,7 @@ def _scratch(folder: Path, force: bool) -> Iterator[Path]:
     prefix = f".{folder.name}.scratch-"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _one_build_at_a_time(folder):
+        with FileLock(folder.parent / f".{folder.name}.lock", blocking=False):
             _check_free(folder, force)
             for leftover in folder.parent.glob(prefix + "*"):  # left by killed processes, since we hold the lock
                 shutil.rmtree(leftover)
@@ -216,6 +216,8 @@ def _scratch(folder: Path, force: bool) -> Iterator[Path]:
                 if folder.exists():
                     folder.rename(Path(name, "old"))
                 new.rename(folder)
+    except Timeout as error:
+        raise GraftError(f"another process is building {folder}: wait for it, or choose another --out") from error
     except OSError as error:
         raise GraftError(f"cannot write {folder}: {error.strerror}") from error
 
@@ -225,12 +227,3 @@ def _check_free(folder: Path, force: bool) -> None:
         return
     require((folder / HEADER).is_file(), f"{folder} exists and is not an index: choose another --out")
     require(force, f"{folder} is already an index: choose another --out, or replace it with --force")
-
-
-@contextmanager
-def _one_build_at_a_time(folder: Path) -> Iterator[None]:
-    try:
-        with FileLock(folder.parent / f".{folder.name}.lock", blocking=False):
-            yield
-    except Timeout as error:
-        raise GraftError(f"another process is building {folder}: wait for it, or choose another --out") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import GraftError
+from graft.files import read_json
 from graft.settings import require
 
 _MAX_EXPONENT = 32.0  # a head that is hardly ever right
@@ -103,12 +104,7 @@ def _exponent(point: Point, accepted: float) -> float:
 
 def _averages(path: Path) -> dict[str, dict[str, Any]]:
     """The averages of a results.json by method; with several states, those of the last."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise GraftError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise GraftError(f"{path} is not JSON: {error}") from error
+    content = read_json(path)
     runs = content.get("averages") if isinstance(content, dict) else None
     good = isinstance(runs, list) and all(isinstance(run, dict) and isinstance(run.get("method"), str) for run in runs)
     if not good or runs is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from graft.bench.shapes import SHAPES, Shape
 from graft.errors import GraftError, ModelError
+from graft.files import read_json
 from graft.settings import require
 
 BYTES = 2  # per weight and per number in the KV cache: bf16
@@ -138,12 +138,7 @@ def _of_numbers(text: str) -> ModelShape:
 def _of_folder(folder: Path) -> ModelShape:
     """A model from its config.json, without loading any code."""
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+    config = read_json(path)
     if isinstance(config, dict):
         config = config.get("text_config", config)  # of a model that sees too
     require(isinstance(config, dict), f"{path} is not a model's config")

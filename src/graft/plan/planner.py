@@ -32,9 +32,8 @@ class PlanSettings(Settings):
     acceptance: Path | None = None  # instead of `accepted`, a results.json to fit to
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "context", "answer_tokens", "draft_vocab"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(self.prompt_tokens >= 0, f"prompt_tokens must be 0 or more, not {self.prompt_tokens}")
+        self.check_least(1, "gpus", "context", "answer_tokens", "draft_vocab")
+        self.check_least(0, "prompt_tokens")
         require(bool(self.batch) and min(self.batch) >= 1, f"batch must be at least 1, not {self.batch}")
         require(self.accepted is None or self.acceptance is None, "give either accepted or acceptance, not both")
 

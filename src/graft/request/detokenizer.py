@@ -98,7 +98,9 @@ class TextStream:
         known = self._decode(self._ids[self._decoded_from : self._decoded_to])
         self._decoded_from, self._decoded_to, self._whole_after = self._decoded_to, len(self._ids), 0
         before = len(self.text)
-        self.text += new[len(known) :]
+        text, self.text = self.text, ""  # a string with one reference grows in place
+        text += new[len(known) :]
+        self.text = text
         if not (may_stop and self._stop):
             return False
         hits = [self.text.find(s, max(0, before - len(s) + 1)) for s in self._stop]

@@ -20,35 +20,51 @@ from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
-from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
+from graft.server.tool_parsers import CallStart, Content, Parser, Piece, PlainText, Reasoning
 
 _EVENT_SIZE = 256  # bytes; padded events are a multiple of it long
 
 
-class Serializer(ABC):
-    """JSON format of one kind of completion."""
+@dataclass(frozen=True)
+class Echo:
+    """What a response repeats of its prompts."""
+
+    texts: Sequence[str] = ()  # of the prompts; the answers begin with them
+    is_prompt_only: bool = False  # the answers themselves are not wanted
+    with_prompt_logprobs: bool = False
+
+
+class Answers(ABC):
+    """The answers of one request during decoding. Answer i of prompt j has the index j * n + i.
+
+    A subclass has the JSON format of one kind of completion.
+    """
 
     object: str
     chunk_object: str
     prefix: str
-    counts_reasoning = False  # whether the usage has the number of reasoning tokens
+    ending = b"data: [DONE]\n\n"  # of a stream that does not fail
 
-    def __init__(self, model_name: str, grammars: Grammars) -> None:
-        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_name}
-        self._grammars = grammars
+    def __init__(
+        self,
+        model_name: str,
+        grammars: Grammars,
+        jobs: list[Job],
+        tokenizer: Any | None = None,
+        parser: Callable[[], Parser] = PlainText,
+        echo: Echo | None = None,
+    ) -> None:
+        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.model_name, self.created = model_name, int(time.time())
+        self.jobs, self.echo, self._grammars = jobs, echo or Echo(), grammars
+        self.sequences = [sequence for job in jobs for sequence in job.sequences]
+        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
+        self._per_job = len(jobs[0].sequences)
+        self._echoed: dict[int, Json] = {}  # log-probabilities of echoed prompts, by job
+        self.is_streamed = True  # False: only `whole` is sent
 
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
-
-    def whole(self, choices: list[Json], usage: Json) -> Json:
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage}
-
-    def chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "object": self.chunk_object, "choices": choices}
-
-    def usage_chunk(self, usage: Json) -> Json:
-        return {**self.chunk([]), "usage": usage}
+    # The format
 
     @abstractmethod
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -59,8 +75,11 @@ class Serializer(ABC):
         """The new part of an answer, for one chunk of a stream."""
 
     @abstractmethod
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Log-probabilities of tokens. text_offset: where the first token starts in the answer's text."""
+    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
+        """Log-probabilities of an answer's tokens. text_offset: where the first of them starts in the answer's text.
+
+        is_first: the tokens are the answer's first, so those of an echoed prompt come before them.
+        """
 
     def prompt_logprobs(self, job: Job) -> list[Json | None]:
         """Log-probabilities of the prompt's tokens, with vLLM's field names. The first token has none."""
@@ -75,28 +94,112 @@ class Serializer(ABC):
             ),
         ]
 
-    def opening(self, index: int) -> Json | None:
-        """The delta that a stream sends before an answer's first token, if any."""
-        return None
-
     def spell(self, token: int) -> str:
         """A token's text by itself, as log-probabilities name it."""
         return self._grammars.bytes_of(token).decode(errors="replace")
 
+    @property
+    def usage(self) -> Json:
+        prompt = sum(job.sequences[0].num_prompt_tokens for job in self.jobs)
+        new = 0 if self.echo.is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached_tokens for job in self.jobs)},
+        }
 
-class ChatSerializer(Serializer):
+    # A stream
+
+    def opening(self) -> list[Json]:
+        """Chunks of a stream before its first token."""
+        return []
+
+    def closing(self, with_usage: bool) -> list[Json]:
+        """Chunks of a stream after its last token."""
+        return [{**self._chunk([]), "usage": self.usage}] if with_usage else []
+
+    def failure(self, error: RefusedError) -> list[Json]:
+        """Chunks of a stream that fails."""
+        return [error.body]
+
+    def event(self, chunk: Json, options: StreamOptions) -> bytes:
+        """A chunk as a server-sent event."""
+        if options.continuous_usage_stats and "choices" in chunk:
+            chunk = {**chunk, "usage": self.usage}
+        return b"data: " + dump_json(chunk, bool(options.include_obfuscation)) + b"\n\n"
+
+    def answer_of(self, job: int, update: Update) -> Answer:
+        return self.answers[job * self._per_job + update.index]
+
+    def size_of_echo(self, job: int, update: Update) -> int:
+        """Characters and log-probabilities of the prompt that the chunks of an update repeat."""
+        if not self.echo.texts or not self.answer_of(job, update).is_fresh:
+            return 0
+        return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
+
+    def chunks_for(self, job: int, update: Update) -> list[Json]:
+        """Add an update to its answer. Returns the chunks to send."""
+        answer = self.answer_of(job, update)
+        is_first = answer.is_fresh
+        if self.echo.is_prompt_only:
+            reason: FinishReason | None = "length" if update.finish_reason is not None else None
+            update = replace(update, text="", logprobs=[], finish_reason=reason)
+        (pieces, rounds), offset = answer.add(update), answer.num_spelt_chars
+        logprobs = None
+        if is_first and self.echo.texts:
+            pieces.insert(0, Content(self.echo.texts[job]))
+        asked = self.is_streamed and answer.sequence.settings.logprobs is not None
+        if asked and (update.logprobs or (is_first and self.echo.texts)):
+            logprobs = self.logprobs(answer, update.logprobs, offset, is_first)
+            answer.num_spelt_chars += sum(len(self.spell(token.token)) for token in update.logprobs)
+        if not (pieces or logprobs or rounds or answer.reason):
+            return []
+        choice = self.delta(answer, pieces, logprobs, answer.reason)
+        if rounds:
+            choice["rounds"] = rounds
+        if answer.reason is not None:
+            choice["speculation"] = speculation(answer.sequence.stats)
+        return [self._chunk([choice])]
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        head = {"id": self.id, "created": self.created, "model": self.model_name}
+        return {**head, "object": self.chunk_object, "choices": choices}
+
+    # The answers as one object
+
+    @property
+    def is_done(self) -> bool:
+        return all(answer.reason is not None for answer in self.answers)
+
+    def whole(self) -> Json:
+        choices = []
+        of_prompts = [self.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
+        for answer in self.answers:
+            sequence = answer.sequence
+            asked = sequence.settings.logprobs is not None
+            new = [] if self.echo.is_prompt_only else sequence.logprobs
+            choice = self.choice(answer, self.logprobs(answer, new, 0, True) if asked else None)
+            if self.echo.texts:
+                choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
+            if of_prompts:
+                choice["prompt_logprobs"] = of_prompts[answer.index // self._per_job]
+            choice["speculation"] = speculation(sequence.stats)
+            if answer.rounds:
+                choice["rounds"] = answer.rounds
+            choices.append(choice)
+        return {**self._chunk(choices), "object": self.object, "usage": self.usage}
+
+
+class ChatAnswers(Answers):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    counts_reasoning = True
 
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
         message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls
-            ]
+            message["tool_calls"] = answer.calls
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
 
     def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
@@ -107,18 +210,16 @@ class ChatSerializer(Serializer):
             elif isinstance(piece, Reasoning):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
             else:
-                function = {"arguments": piece.text} if isinstance(piece, Arguments) else {"name": piece.name}
-                call: Json = {"index": piece.index, "function": function}
-                if isinstance(piece, CallStart):
-                    call |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
-                delta.setdefault("tool_calls", []).append(call)
+                call = _new_call(piece) if isinstance(piece, CallStart) else {"function": {"arguments": piece.text}}
+                delta.setdefault("tool_calls", []).append({"index": piece.index, **call})
         return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self, index: int) -> Json:
+    def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        rest = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": answer.index, **rest} for answer in self.answers])]
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
         return {
             "content": [
                 {
@@ -133,8 +234,13 @@ class ChatSerializer(Serializer):
         spelt = self._grammars.bytes_of(token)
         return {"token": spelt.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(spelt)}
 
+    @property
+    def usage(self) -> Json:
+        count = sum(answer.num_reasoning_tokens for answer in self.answers)
+        return {**super().usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
-class TextSerializer(Serializer):
+
+class TextAnswers(Answers):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -144,7 +250,25 @@ class TextSerializer(Serializer):
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
+        if not self.echo.texts:
+            return self._spelt(tokens, text_offset)
+        number = answer.index // self._per_job
+        if number not in self._echoed:
+            self._echoed[number] = self.echoed_logprobs(number)
+        before = self._echoed[number]
+        new = self._spelt(tokens, text_offset + before["text_offset"][-1] + len(before["tokens"][-1]))
+        return {name: [*before[name], *new[name]] for name in new} if is_first else new
+
+    def echoed_logprobs(self, job: int) -> Json:
+        """Log-probabilities of a prompt's tokens. The first token has none."""
+        sequence = self.jobs[job].sequences[0]
+        first = self.spell(sequence.ids[0])
+        others = self._spelt(sequence.prompt_logprobs, len(first))
+        unscored = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [value, *others[name]] for name, value in unscored.items()}
+
+    def _spelt(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         spelt = [self.spell(token.token) for token in tokens]
         offsets = [text_offset + length for length in accumulate(map(len, spelt), initial=0)]
         return {
@@ -157,160 +281,9 @@ class TextSerializer(Serializer):
             "text_offset": offsets[:-1],
         }
 
-    def echoed_logprobs(self, prompt: Sequence[int], read: Sequence[TokenLogprob]) -> Json:
-        """Log-probabilities of a prompt's tokens, in the format of `logprobs`. The first token has none."""
-        first = self.spell(prompt[0])
-        others = self.logprobs(read, len(first))
-        unscored = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        return {name: [value, *others[name]] for name, value in unscored.items()}
 
-
-@dataclass(frozen=True)
-class Echo:
-    """What a response repeats of its prompts."""
-
-    texts: Sequence[str] = ()  # of the prompts; the answers begin with them
-    is_prompt_only: bool = False  # the answers themselves are not wanted
-    with_prompt_logprobs: bool = False
-
-
-class Answers:
-    """The answers of one request during decoding. Answer i of prompt j has the index j * n + i."""
-
-    def __init__(
-        self,
-        serializer: Serializer,
-        jobs: list[Job],
-        tokenizer: Any | None = None,
-        parser: Callable[[], Parser] = PlainText,
-        echo: Echo | None = None,
-    ) -> None:
-        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
-        self.serializer, self.jobs, self.echo = serializer, jobs, echo or Echo()
-        self.sequences = [sequence for job in jobs for sequence in job.sequences]
-        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
-        self._per_job = len(jobs[0].sequences)
-        self._echoed: dict[int, Json] = {}  # log-probabilities of the prompts, by job
-        self.is_streamed = True  # False: only `whole` is sent
-
-    @property
-    def is_done(self) -> bool:
-        return all(answer.reason is not None for answer in self.answers)
-
-    @property
-    def id(self) -> str:
-        return self.serializer.id
-
-    def opening(self) -> list[Json]:
-        """Chunks of a stream before its first token."""
-        choices = [self.serializer.opening(index) for index in range(len(self.answers))]
-        return [self.serializer.chunk([c for c in choices if c is not None])] if choices[0] is not None else []
-
-    def closing(self, with_usage: bool) -> list[Json]:
-        """Chunks of a stream after its last token."""
-        return [self.serializer.usage_chunk(self.usage)] if with_usage else []
-
-    def failure(self, error: RefusedError) -> list[Json]:
-        """Chunks of a stream that fails."""
-        return [error.body]
-
-    ending = b"data: [DONE]\n\n"  # of a stream that does not fail
-
-    def event(self, chunk: Json, options: StreamOptions) -> bytes:
-        """A chunk as a server-sent event."""
-        if options.continuous_usage_stats and "choices" in chunk:
-            chunk = {**chunk, "usage": self.usage}
-        return b"data: " + dump_json(chunk, bool(options.include_obfuscation)) + b"\n\n"
-
-    def size_of_echo(self, job: int, update: Update) -> int:
-        """Characters and log-probabilities of the prompt that the chunks of an update repeat."""
-        answer = self.answers[job * self._per_job + update.index]
-        if not self.echo.texts or not answer.is_fresh:
-            return 0
-        return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
-
-    def chunks_for(self, job: int, update: Update) -> list[Json]:
-        """Add an update to its answer. Returns the chunks to send."""
-        answer = self.answers[job * self._per_job + update.index]
-        is_first = answer.is_fresh
-        if self.echo.is_prompt_only:
-            reason: FinishReason | None = "length" if update.finish_reason is not None else None
-            update = replace(update, text="", logprobs=[], finish_reason=reason)
-        (pieces, rounds), offset = answer.add(update), answer.num_spelt_chars
-        logprobs = None
-        if is_first and self.echo.texts:
-            pieces.insert(0, Content(self.echo.texts[job]))
-        asked = self.is_streamed and answer.sequence.settings.logprobs is not None
-        if asked and (update.logprobs or (is_first and self.echo.texts)):
-            logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
-            answer.num_spelt_chars += sum(len(self.serializer.spell(token.token)) for token in update.logprobs)
-        if not (pieces or logprobs or rounds or answer.reason):
-            return []
-        choice = self.serializer.delta(answer, pieces, logprobs, answer.reason)
-        if rounds:
-            choice["rounds"] = rounds
-        if answer.reason is not None:
-            choice["speculation"] = speculation(answer.sequence.stats)
-        return [self.serializer.chunk([choice])]
-
-    def whole(self) -> Json:
-        choices = []
-        of_prompts = (
-            [self.serializer.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
-        )
-        for answer in self.answers:
-            sequence = answer.sequence
-            asked = sequence.settings.logprobs is not None
-            new = [] if self.echo.is_prompt_only else sequence.logprobs
-            choice = self.serializer.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
-            if self.echo.texts:
-                choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
-            if of_prompts:
-                choice["prompt_logprobs"] = of_prompts[answer.index // self._per_job]
-            choice["speculation"] = speculation(sequence.stats)
-            if answer.rounds:
-                choice["rounds"] = answer.rounds
-            choices.append(choice)
-        return self.serializer.whole(choices, self.usage)
-
-    @property
-    def usage(self) -> Json:
-        prompt = sum(job.sequences[0].num_prompt_tokens for job in self.jobs)
-        new = 0 if self.echo.is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
-        usage: Json = {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached_tokens for job in self.jobs)},
-        }
-        if self.serializer.counts_reasoning:
-            count = sum(answer.num_reasoning_tokens for answer in self.answers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": count}
-        return usage
-
-    def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
-        """Log-probabilities of an answer's tokens, the first of them after those of an echoed prompt."""
-        serializer = self.serializer
-        if not self.echo.texts or not isinstance(serializer, TextSerializer):
-            return serializer.logprobs(tokens, offset)
-        number = answer.index // self._per_job
-        if number not in self._echoed:
-            first = self.jobs[number].sequences[0]
-            self._echoed[number] = serializer.echoed_logprobs(
-                first.ids[: first.num_prompt_tokens], first.prompt_logprobs
-            )
-        before = self._echoed[number]
-        new = serializer.logprobs(tokens, offset + before["text_offset"][-1] + len(before["tokens"][-1]))
-        return {name: [*before[name], *new[name]] for name in new} if is_first else new
-
-
-@dataclass
-class Call:
-    """A tool call of an answer."""
-
-    id: str
-    name: str
-    arguments: str = ""
+def _new_call(start: CallStart) -> Json:
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": ""}}
 
 
 class Answer:
@@ -320,10 +293,11 @@ class Answer:
         self.index, self.sequence = index, sequence
         self.text = ""
         self.reasoning = ""
-        self.calls: list[Call] = []
+        self.calls: list[Json] = []
         self.num_spelt_chars = 0  # characters of the tokens that log-probabilities were sent for
         self.reason: str | None = None
         self.is_fresh = True  # no update has come yet
+        self.updated = 0.0  # time.monotonic() of the last update
         self.rounds: list[Json] = []
         self._parser = parser
         self._tokenizer = tokenizer
@@ -349,9 +323,9 @@ class Answer:
             elif isinstance(piece, Reasoning):
                 self.reasoning += piece.text
             elif isinstance(piece, CallStart):
-                self.calls.append(Call(piece.id, piece.name))
+                self.calls.append(_new_call(piece))
             else:
-                self.calls[piece.index].arguments += piece.text
+                self.calls[piece.index]["function"]["arguments"] += piece.text
         self.reason = update.finish_reason
         if self.reason == "stop" and self.calls:
             self.reason = "tool_calls"

@@ -23,26 +23,12 @@ from graft.engine import Engine
 from graft.engine.jobs import BusyError
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
+from graft.server import openapi
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
 from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal
-from graft.server.openapi import (
-    ChatCompletion,
-    Completion,
-    Detokenized,
-    Health,
-    Live,
-    ModelCard,
-    ModelList,
-    ModelResponse,
-    Tokens,
-    Version,
-    document,
-    errors,
-    streamable,
-)
-from graft.server.refusals import RefusedError
+from graft.server.refusals import Json, RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import AsciiJson, Serving
@@ -88,7 +74,7 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
     """The FastAPI app for one engine. The scheduler starts and ends with the app."""
     name = settings.served_model_name or model_name
-    is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
+    is_apart = settings.sharing == "shared" or engine.policy.isolated or not engine.policy.retrievers
     require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)
@@ -105,74 +91,74 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.openapi = lambda: document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, hosts=settings.hosts)
-    _add_errors(app)
+    for kind in (RefusedError, GraftError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
 
     def serving(request: Request) -> Serving:
         found: Serving = request.app.state.serving
         found.check_ready()
         return found
 
-    @app.post("/v1/chat/completions", responses=streamable(ChatCompletion, "a chat.completion.chunk"))
+    @app.post("/v1/chat/completions", responses=openapi.streamable(openapi.ChatCompletion, "a chat.completion.chunk"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body, request)
 
-    @app.post("/v1/completions", responses=streamable(Completion, "a text_completion"))
+    @app.post("/v1/completions", responses=openapi.streamable(openapi.Completion, "a text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
 
-    @app.post("/v1/responses", responses=streamable(ModelResponse, "an event of its type"))
+    @app.post("/v1/responses", responses=openapi.streamable(openapi.ModelResponse, "an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        make = functools.partial(ResponseAnswers, body, name)
-        return await serving(request).answer_chat(body.as_chat(), request, make)
+        return await serving(request).answer_chat(body.as_chat(), request, functools.partial(ResponseAnswers, body))
 
-    limit, now = engine.target.max_positions, int(time.time())
-    card = ModelCard(id=name, object="model", created=now, owned_by="graft", max_model_len=limit)
+    errors, limit = openapi.errors, engine.target.max_positions
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graft", "max_model_len": limit}
 
-    @app.get("/v1/models", responses=errors(401))
-    async def models() -> ModelList:
-        return ModelList(object="list", data=[card])
+    @app.get("/v1/models", response_model=openapi.ModelList, responses=errors(401))
+    async def models() -> Json:
+        return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model:path}", responses=errors(401, 404))
-    async def model(model: str, request: Request) -> ModelCard:
+    @app.get("/v1/models/{model:path}", response_model=openapi.ModelCard, responses=errors(401, 404))
+    async def model(model: str, request: Request) -> Json:
         request.app.state.serving.check_model(model)
         return card
 
-    @app.post("/tokenize", responses=errors())
-    async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
+    @app.post("/tokenize", response_model=openapi.Tokens, responses=errors())
+    async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
         if body.messages is not None:
             ids, _ = await here.encode_chat(body)
         else:
             ids = await here.encode(body.prompt) if body.prompt else []
-        return Tokens(tokens=ids, count=len(ids), max_model_len=limit)
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
-    @app.post("/detokenize", responses=errors())
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+    @app.post("/detokenize", response_model=openapi.Detokenized, responses=errors())
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
         tokenizer, ids = engine.tokenizer, await here.encode(body.tokens) if body.tokens else []
         assert tokenizer is not None
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
-        return Detokenized(prompt=text)
+        return {"prompt": text}
 
-    @app.get("/health", responses=errors(503))
-    async def health(request: Request) -> Health:
+    @app.get("/health", response_model=openapi.Health, responses=errors(503))
+    async def health(request: Request) -> Json:
         serving(request)
-        return Health(status="ok", steps=engine.target.mode.partition(":")[0])  # the reason is in the log
+        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # the reason is in the log
 
-    @app.get("/live", responses=errors(503))
-    async def live(request: Request) -> Live:
+    @app.get("/live", response_model=openapi.Live, responses=errors(503))
+    async def live(request: Request) -> Json:
         here: Serving = request.app.state.serving
         if not here.scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
-        return Live(status=here.status)
+        return {"status": here.status}
 
-    @app.get("/version")
-    async def version() -> Version:
-        return Version(version=__version__)
+    @app.get("/version", response_model=openapi.Version)
+    async def version() -> Json:
+        return {"version": __version__}
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
@@ -202,33 +188,22 @@ async def _start(serving: Serving) -> None:
     log.info("ready")
 
 
-def _add_errors(app: FastAPI) -> None:
-    def refused(request: Request, error: RefusedError) -> Response:
-        if not error.is_counted:
-            count_refusal(request.scope, error.status)
-        return AsciiJson(error.body, error.status, error.headers)
-
-    @app.exception_handler(RefusedError)
-    async def on_refused(request: Request, error: RefusedError) -> Response:
-        return refused(request, error)
-
-    @app.exception_handler(GraftError)
-    async def on_graft_error(request: Request, error: GraftError) -> Response:
-        return refused(request, RefusedError(400, str(error)))
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        return refused(request, _named(error))
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        return refused(request, RefusedError(error.status_code, str(error.detail), **dict(error.headers or {})))
-
-    @app.exception_handler(Exception)
-    async def on_crash(request: Request, error: Exception) -> Response:
-        # This runs outside the middleware that adds request ids.
-        message, name = "the request failed; the server's log says why", request.scope.get("graft.id", "")
-        return refused(request, RefusedError(500, message, x_request_id=name))
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Any error as a response in OpenAI's format."""
+    if isinstance(error, RefusedError):
+        refusal = error
+    elif isinstance(error, GraftError):
+        refusal = RefusedError(400, str(error))
+    elif isinstance(error, RequestValidationError):
+        refusal = _named(error)
+    elif isinstance(error, HTTPException):
+        refusal = RefusedError(error.status_code, str(error.detail), **dict(error.headers or {}))
+    else:  # this runs outside the middleware that adds request ids
+        name = request.scope.get("graft.id", "")
+        refusal = RefusedError(500, "the request failed; the server's log says why", x_request_id=name)
+    if not refusal.is_counted:
+        count_refusal(request.scope, refusal.status)
+    return AsciiJson(refusal.body, refusal.status, refusal.headers)
 
 
 def _named(error: RequestValidationError) -> RefusedError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.refusals import error_body, new_request_id, reason_for
@@ -49,9 +49,9 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = scope["graft.id"]
             await send(message)
 
-        async def refuse(status: int, message: str, *more: str) -> None:
+        async def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> None:
             count_refusal(scope, status)
-            await _refuse(named, status, message, *more)
+            await JSONResponse(error_body(status, message), status, headers)(scope, receive, named)
 
         if self._hosts and not self._is_known_host(headers.get("host", "")):
             await refuse(400, "this Host is not allowed here: see --allowed-hosts")
@@ -59,7 +59,8 @@ class Guard:
         if self._keys and scope["path"] not in OPEN:
             key = self._known_key(headers.get("authorization", ""))
             if key is None:
-                await refuse(401, "give a valid API key: Authorization: Bearer KEY", "www-authenticate: Bearer")
+                message = "give a valid API key: Authorization: Bearer KEY"
+                await refuse(401, message, {"www-authenticate": "Bearer"})
                 return
             scope["graft.key"] = key
         too_large = f"the body is larger than the {self._max_body_bytes} bytes allowed here"
@@ -83,7 +84,7 @@ class Guard:
             if num_received <= self._max_body_bytes:
                 await named(message)
             elif message["type"] == "http.response.start":
-                await _refuse(named, 413, too_large)
+                await JSONResponse(error_body(413, too_large), 413)(scope, receive, named)
 
         await self._app(scope, counted, unless_too_large)
 
@@ -107,10 +108,3 @@ def count_refusal(scope: Scope, status: int) -> None:
         status = 413  # whatever the app made of the incomplete body
     if scope["path"].startswith(_COUNTED):
         scope["app"].state.serving.metrics.failed(reason_for(status))
-
-
-async def _refuse(send: Send, status: int, message: str, *headers: str) -> None:
-    lines = ["content-type: application/json", *headers]
-    pairs = [tuple(part.strip().encode() for part in line.split(":", 1)) for line in lines]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": json.dumps(error_body(status, message)).encode()})

@@ -53,9 +53,8 @@ class Metrics:
 
     def speculated(self, stats: Stats) -> None:
         self._rounds.labels(self._model).inc(stats.rounds - stats.plain_rounds)
-        for source, count in list(
-            stats.proposed_by_source.items()
-        ):  # copies: the scheduler's thread may still add to it
+        # Copies: the scheduler's thread may still add to them.
+        for source, count in list(stats.proposed_by_source.items()):
             self._proposed.labels(self._model, source).inc(count)
         for source, count in list(stats.accepted_by_source.items()):
             self._accepted.labels(self._model, source).inc(count)

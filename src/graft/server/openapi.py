@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import GenericAlias
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 
 from graft.server.refusals import Json
 
@@ -15,143 +16,85 @@ class Output(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetails(Output):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def _model(name: str, base: type[BaseModel] = Output, /, **fields: Any) -> Any:
+    """A model of these fields, beside those of its base: a type, or a type and a default."""
+    return create_model(name, __base__=base, **fields)
 
 
-class Error(Output):
-    error: ErrorDetails
+def _list_of(model: Any) -> Any:
+    return GenericAlias(list, (model,))
 
 
-class PromptTokensDetails(Output):
-    cached_tokens: int
+_Details = _model("ErrorDetails", message=str, type=str, param=str | None, code=str | None)
+Error = _model("Error", error=_Details)
 
+_Cached = _model("PromptTokensDetails", cached_tokens=int)
+_Usage = _model("Usage", prompt_tokens=int, completion_tokens=int, total_tokens=int, prompt_tokens_details=_Cached)
+_Reasoning = _model("ReasoningTokens", reasoning_tokens=int)
+_ChatUsage = _model("ChatUsage", _Usage, completion_tokens_details=_Reasoning)
+_Speculation = _model(
+    "Speculation",
+    num_rounds=int,
+    num_draft_tokens=int,
+    num_accepted_tokens=int,
+    mean_acceptance_length=float,
+    draft_acceptance_rate=float,
+    accepted_per_position=list[int],
+    accepted_by_source=dict[str, int],
+    decode_seconds=float,
+    prefill_seconds=float,
+)
+_RoundToken = _model("RoundToken", id=int, text=str, origin=str)
+_Round = _model(
+    "Round",
+    tokens=list[str],
+    parents=list[int],
+    probabilities=list[float],
+    sources=list[str],
+    accepted=list[int],
+    num_pruned=int,
+    num_hidden=int,
+    new=_list_of(_RoundToken),
+)
+_PromptLogprob = _model("PromptLogprob", logprob=float, decoded_token=str)
+_Choice = _model(
+    "Choice",
+    index=int,
+    finish_reason=Literal["stop", "length", "tool_calls"],
+    speculation=_Speculation,
+    rounds=(_list_of(_Round), []),
+    prompt_logprobs=(_list_of(GenericAlias(dict, (str, _PromptLogprob)) | None), []),
+)
+_Completion = _model("AnyCompletion", id=str, created=int, model=str)
 
-class Usage(Output):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+_Function = _model("AnsweredFunction", name=str, arguments=str)
+_Call = _model("AnsweredCall", id=str, type=Literal["function"], function=_Function)
+_Message = _model(
+    "AnsweredMessage",
+    role=Literal["assistant"],
+    content=str | None,
+    reasoning_content=(str, ""),
+    tool_calls=(_list_of(_Call), []),
+)
+_TopLogprob = _model("TopLogprob", token=str, logprob=float, bytes=list[int])
+_ChatLogprob = _model("ChatLogprob", _TopLogprob, top_logprobs=_list_of(_TopLogprob))
+_ChatLogprobs = _model("ChatLogprobs", content=_list_of(_ChatLogprob))
+_ChatChoice = _model("ChatChoice", _Choice, message=_Message, logprobs=_ChatLogprobs | None)
+ChatCompletion = _model(
+    "ChatCompletion", _Completion, object=Literal["chat.completion"], choices=_list_of(_ChatChoice), usage=_ChatUsage
+)
 
-
-class ReasoningTokens(Output):
-    reasoning_tokens: int
-
-
-class ChatUsage(Usage):
-    completion_tokens_details: ReasoningTokens
-
-
-class Speculation(Output):
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    accepted_per_position: list[int]
-    accepted_by_source: dict[str, int]
-    decode_seconds: float
-    prefill_seconds: float
-
-
-class RoundToken(Output):
-    id: int
-    text: str
-    origin: str
-
-
-class Round(Output):
-    tokens: list[str]
-    parents: list[int]
-    probabilities: list[float]
-    sources: list[str]
-    accepted: list[int]
-    num_pruned: int
-    num_hidden: int
-    new: list[RoundToken]
-
-
-class AnsweredFunction(Output):
-    name: str
-    arguments: str
-
-
-class AnsweredCall(Output):
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
-class AnsweredMessage(Output):
-    role: Literal["assistant"]
-    content: str | None
-    reasoning_content: str = ""
-    tool_calls: list[AnsweredCall] = []
-
-
-class PromptLogprob(Output):
-    logprob: float
-    decoded_token: str
-
-
-class _Choice(Output):
-    index: int
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    speculation: Speculation
-    rounds: list[Round] = []
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] = []
-
-
-class TopLogprob(Output):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Output):
-    content: list[ChatLogprob]
-
-
-class ChatChoice(_Choice):
-    message: AnsweredMessage
-    logprobs: ChatLogprobs | None
-
-
-class TextLogprobs(Output):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class TextChoice(_Choice):
-    text: str
-    logprobs: TextLogprobs | None
-
-
-class ChatCompletion(Output):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: ChatUsage
-
-
-class Completion(Output):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: Usage
+_TextLogprobs = _model(
+    "TextLogprobs",
+    tokens=list[str],
+    token_logprobs=list[float | None],
+    top_logprobs=list[dict[str, float] | None],
+    text_offset=list[int],
+)
+_TextChoice = _model("TextChoice", _Choice, text=str, logprobs=_TextLogprobs | None)
+Completion = _model(
+    "Completion", _Completion, object=Literal["text_completion"], choices=_list_of(_TextChoice), usage=_Usage
+)
 
 
 class ResponseItem(BaseModel):
@@ -163,78 +106,48 @@ class ResponseItem(BaseModel):
     status: Literal["completed", "incomplete"]
 
 
-class ResponseUsage(Output):
-    input_tokens: int
-    input_tokens_details: PromptTokensDetails
-    output_tokens: int
-    output_tokens_details: ReasoningTokens
-    total_tokens: int
+_ResponseUsage = _model(
+    "ResponseUsage",
+    input_tokens=int,
+    input_tokens_details=_Cached,
+    output_tokens=int,
+    output_tokens_details=_Reasoning,
+    total_tokens=int,
+)
+_IncompleteDetails = _model("IncompleteDetails", reason=Literal["max_output_tokens"])
+ModelResponse = _model(
+    "ModelResponse",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    status=Literal["completed", "incomplete"],
+    error=None,
+    incomplete_details=_IncompleteDetails | None,
+    instructions=str | None,
+    max_output_tokens=int | None,
+    model=str,
+    output=list[ResponseItem],
+    parallel_tool_calls=bool,
+    previous_response_id=None,
+    store=Literal[False],
+    temperature=float | None,
+    text=dict[str, Any],
+    tool_choice=str | dict[str, Any],
+    tools=list[dict[str, Any]],
+    top_p=float | None,
+    truncation=Literal["disabled"],
+    metadata=dict[str, str],
+    usage=_ResponseUsage,
+    speculation=_Speculation,
+)
 
-
-class IncompleteDetails(Output):
-    reason: Literal["max_output_tokens"]
-
-
-class ModelResponse(Output):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[ResponseItem]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    store: Literal[False]
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float | None
-    truncation: Literal["disabled"]
-    metadata: dict[str, str]
-    usage: ResponseUsage
-    speculation: Speculation
-
-
-class ModelCard(Output):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None
-
-
-class ModelList(Output):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Tokens(Output):
-    tokens: list[int]
-    count: int
-    max_model_len: int | None
-
-
-class Detokenized(Output):
-    prompt: str
-
-
-class Health(Output):
-    status: Literal["ok"]
-    steps: str
-
-
-class Live(Output):
-    status: Literal["starting", "ok", "stopping"]
-
-
-class Version(Output):
-    version: str
-
+ModelCard = _model("ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int | None)
+ModelList = _model("ModelList", object=Literal["list"], data=_list_of(ModelCard))
+Tokens = _model("Tokens", tokens=list[int], count=int, max_model_len=int | None)
+Detokenized = _model("Detokenized", prompt=str)
+Health = _model("Health", status=Literal["ok"], steps=str)
+Live = _model("Live", status=Literal["starting", "ok", "stopping"])
+Version = _model("Version", version=str)
 
 _REFUSALS = {
     400: "The request is not understood or not supported; the message says what.",

@@ -7,35 +7,32 @@ from typing import Any
 
 Json = dict[str, Any]
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
+# By status: the error's type and code, and the label of failed requests in the metrics
+_STATUSES: dict[int, tuple[str, str | None, str]] = {
+    401: ("authentication_error", "invalid_api_key", "key"),
+    403: ("permission_error", None, "request"),
+    404: ("not_found_error", "not_found", "model"),
+    408: ("timeout_error", "request_timeout", "timeout"),
+    413: ("invalid_request_error", "request_too_large", "size"),
+    429: ("rate_limit_error", "rate_limit_exceeded", "busy"),
+    503: ("server_error", "unavailable", "busy"),
+    504: ("timeout_error", "timeout", "timeout"),
 }
-_CODES = {
-    401: "invalid_api_key",
-    404: "not_found",
-    408: "request_timeout",
-    413: "request_too_large",
-    429: "rate_limit_exceeded",
-    503: "unavailable",
-    504: "timeout",
-}
-# Labels of failed requests in the metrics
-_REASONS = {401: "key", 404: "model", 408: "timeout", 413: "size", 429: "busy", 503: "busy", 504: "timeout"}
+
+
+def _described(status: int) -> tuple[str, str | None, str]:
+    usual = ("invalid_request_error", None, "request") if status < 500 else ("server_error", None, "server")
+    return _STATUSES.get(status, usual)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> Json:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": _CODES.get(status)}}
+    kind, code, _ = _described(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def reason_for(status: int) -> str:
     """The metrics' label of a refusal with this status."""
-    return _REASONS.get(status, "request" if status < 500 else "server")
+    return _described(status)[2]
 
 
 def new_request_id() -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
-from graft.server.answers import Answers, dump_json, speculation
+from graft.server.answers import ChatAnswers, dump_json, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     Bool,
@@ -193,22 +192,17 @@ def _joined(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ResponseAnswers(Answers):
+class ResponseAnswers(ChatAnswers):
     """The one answer to a request as a response: a list of output items, which a stream sends as events."""
 
     ending = b""
 
-    def __init__(self, request: ResponsesRequest, model_name: str, *args: Any, **options: Any) -> None:
+    def __init__(self, request: ResponsesRequest, *args: Any, **options: Any) -> None:
         """args, options: for `Answers`."""
         super().__init__(*args, **options)
-        self._request, self._model = request, model_name
-        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+        self.id, self._request = f"resp_{secrets.token_hex(16)}", request
         self._items: list[Json] = []
         self._num_events = 0
-
-    @property
-    def id(self) -> str:
-        return self._id
 
     # Events of a stream
 
@@ -259,10 +253,10 @@ class ResponseAnswers(Answers):
         events: list[Json] = []
         if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] != "in_progress":
             events = [*self._end(), *self._begin(_message() if kind == "message" else _thought())]
-        self._items[-1]["content"][0]["text"] += piece.text
-        delta = {**self._place, "content_index": 0, "delta": piece.text}
-        name = "output_text" if kind == "message" else "reasoning_text"
-        return [*events, {"type": f"response.{name}.delta", **delta, **({"logprobs": []} if kind == "message" else {})}]
+        part = self._items[-1]["content"][0]
+        part["text"] += piece.text
+        delta = {"type": f"response.{part['type']}.delta", **self._place, "content_index": 0, "delta": piece.text}
+        return [*events, {**delta, "logprobs": []} if kind == "message" else delta]
 
     @property
     def _place(self) -> Json:
@@ -291,8 +285,7 @@ class ResponseAnswers(Answers):
         else:
             part = {**item["content"][0]}
             is_text = item["type"] == "message"
-            name = "output_text" if is_text else "reasoning_text"
-            done = {"type": f"response.{name}.done", **place, "content_index": 0, "text": part["text"]}
+            done = {"type": f"response.{part['type']}.done", **place, "content_index": 0, "text": part["text"]}
             events.append({**done, "logprobs": []} if is_text else done)
             if is_text:
                 events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
@@ -326,15 +319,15 @@ class ResponseAnswers(Answers):
         request = self._request
         given = request.model_dump(by_alias=True, exclude_none=True)
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "model": self._model,
+            "model": self.model_name,
             "output": [{**item} for item in output],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -350,18 +343,18 @@ class ResponseAnswers(Answers):
         }
 
 
+def _item(kind: str, prefix: str, **fields: Any) -> Json:
+    return {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+
+
 def _message() -> Json:
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    name = f"msg_{secrets.token_hex(16)}"
-    return {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": [part]}
+    return _item("message", "msg", role="assistant", content=[part])
 
 
 def _thought() -> Json:
-    part = {"type": "reasoning_text", "text": ""}
-    name = f"rs_{secrets.token_hex(16)}"
-    return {"id": name, "type": "reasoning", "summary": [], "status": "in_progress", "content": [part]}
+    return _item("reasoning", "rs", summary=[], content=[{"type": "reasoning_text", "text": ""}])
 
 
 def _call(start: CallStart) -> Json:
-    call = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
-    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **call}
+    return _item("function_call", "fc", call_id=start.id, name=start.name, arguments="")

@@ -343,11 +343,7 @@ class Message(Strict):
     def as_dict(self) -> dict[str, Any]:
         """For chat templates."""
         role = "system" if self.role == "developer" else self.role
-        more: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("name", "tool_call_id", "reasoning_content")
-            if getattr(self, name) is not None
-        }
+        more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
         if self.tool_calls:
             more["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         return {"role": role, "content": self.text, **more}
@@ -386,10 +382,6 @@ class ChatRequest(Sampling):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
-
-    @property
-    def is_prompt_only(self) -> bool:
-        return False
 
     @property
     def must_call(self) -> bool:

@@ -21,7 +21,7 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer, dump_json
+from graft.server.answers import Answers, ChatAnswers, Echo, TextAnswers, dump_json
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
@@ -144,15 +144,16 @@ class Serving:
         ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
         return ids, self.template.thinks(text)
 
-    async def answer_chat(self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers) -> Response:
-        """Answer messages. make_answers: the form of the answer, by default a chat completion."""
+    async def answer_chat(self, body: ChatRequest, request: Request, kind: MakeAnswers = ChatAnswers) -> Response:
+        """Answer messages. kind: makes the answers, by default those of a chat completion."""
         arrived = time.monotonic()
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
         spec = await self._call_grammar(body, thinks) or body.grammar_spec
         make = partial(
-            make_answers,
-            ChatSerializer(self.model_name, self.grammars),
+            kind,
+            self.model_name,
+            self.grammars,
             tokenizer=self.engine.tokenizer if body.return_rounds else None,
             parser=self.parser_for(body, thinks),
             echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
@@ -204,8 +205,9 @@ class Serving:
             echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
             echoed = echoed or await self.off_loop(lambda: list(map(self._decode, prompts)), sum(map(len, prompts)))
         make = partial(
-            Answers,
-            TextSerializer(self.model_name, self.grammars),
+            TextAnswers,
+            self.model_name,
+            self.grammars,
             tokenizer=self.engine.tokenizer if body.return_rounds else None,
             echo=Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None),
         )
@@ -322,14 +324,14 @@ class Serving:
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
         """The group that shares prefix cache and learning: everybody, one key, or one user of a key."""
-        shared_by = self.settings.shared_by
-        if shared_by == "all":
+        sharing = self.settings.sharing
+        if sharing == "shared":
             return ""
-        return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
+        return json.dumps([request.scope.get("graft.key"), None if sharing == "key" else body.user])
 
     def _owner(self, tenant: str) -> int | None:
         """The tenant as a number for retrievers; None if everybody shares or nobody does."""
-        if self.settings.shared_by in ("all", "none"):
+        if self.settings.sharing in ("shared", "off"):
             return None
         # Larger than the numbers of texts without an owner.
         return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
@@ -356,16 +358,14 @@ class Serving:
         """
         for job in answers.jobs:
             self.metrics.prompt_tokens.inc(job.sequences[0].num_prompt_tokens)
-        last: dict[tuple[int, int], float] = {}
         reason = "cancelled"
         try:
             while not answers.is_done:
                 number, update = await updates.get()
-                now = time.monotonic()
                 if isinstance(update, Failure):
                     reason = update.kind
                     raise FailedError(_STATUS[update.kind], update.message)
-                self._count(answers.jobs[number], (number, update.index), update, arrived, now, last)
+                self._count(answers, number, update, arrived)
                 for event in await self._events_for(answers, number, update, options):
                     yield event
             reason = ""
@@ -393,23 +393,16 @@ class Serving:
         size = answers.size_of_echo(number, update) if options is not None else 0
         return await self.off_loop(make, size) if size else make()
 
-    def _count(
-        self,
-        job: Job,
-        answer: tuple[int, int],
-        update: Update,
-        arrived: float,
-        now: float,
-        last: dict[tuple[int, int], float],
-    ) -> None:
+    def _count(self, answers: Answers, number: int, update: Update, arrived: float) -> None:
+        answer, now = answers.answer_of(number, update), time.monotonic()
         self.metrics.new_tokens.inc(len(update.ids))
-        if answer not in last:
+        if answer.is_fresh:
             self.metrics.time_to_first_token.observe(now - arrived)
-            self.metrics.queue_time.observe((job.joined or now) - arrived)
+            self.metrics.queue_time.observe((answers.jobs[number].joined or now) - arrived)
         else:
             for _ in update.ids:
-                self.metrics.inter_token_latency.observe((now - last[answer]) / len(update.ids))
-        last[answer] = now
+                self.metrics.inter_token_latency.observe((now - answer.updated) / len(update.ids))
+        answer.updated = now
 
     def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
         sequences = answers.sequences

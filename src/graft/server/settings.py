@@ -74,13 +74,11 @@ class ServeSettings(SchedulerSettings):
             require(file is None or Path(file).is_file(), f"{name}: there is no file {file}")
 
     @property
-    def shared_by(self) -> Literal["all", "key", "user", "none"]:
-        """Which requests learn from each other and share the prefix cache."""
-        if self.learning == "auto":
-            return "key" if len(set(self.api_keys)) > 1 else "all"
-        names: dict[Learning, Literal["all", "key", "user", "none"]]
-        names = {"shared": "all", "key": "key", "isolated": "user", "off": "none"}
-        return names[self.learning]
+    def sharing(self) -> Learning:
+        """Which requests learn from each other and share the prefix cache: `learning`, with auto decided."""
+        if self.learning != "auto":
+            return self.learning
+        return "key" if len(set(self.api_keys)) > 1 else "shared"
 
     @property
     def is_local(self) -> bool:

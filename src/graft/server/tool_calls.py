@@ -101,7 +101,8 @@ class XmlCall:
     _HEAD = re.compile(r"\s*<function=([^>\s]+)>")
     _KEY = re.compile(r"<parameter=([^>\s]+)>\n?")
     _PARTIAL_KEY = re.compile(r"<parameter=[^>\s]*")
-    _MAX_VALUE_END = 64  # characters of a value's end with the line break before it
+    _VALUE_END = re.compile(r"\n?(</parameter>|</function>)")
+    _MAX_VALUE_END = len("\n</parameter>")
 
     def __init__(self, closing: str) -> None:
         self.name: str | None = None
@@ -109,8 +110,6 @@ class XmlCall:
         self.end: int | None = None  # where the call ends, or where text begins that does not belong to it
         self.is_call = False  # the call is complete
         self._closing = closing
-        # If a value's own end is missing, the call's end closes it.
-        self._value_end = re.compile(rf"\n?(?:</parameter>|(?=</function>\s*{re.escape(closing)}))")
         self._place = 0  # all before it is read
         self._key: str | None = None  # of the value that is being read
         self._searched = 0  # the value does not end before this place
@@ -144,22 +143,25 @@ class XmlCall:
             self.end, self.is_call = self._place + len("</function>"), True
         elif rest.startswith(self._closing):
             self.end, self.is_call = self._place, True
-        elif is_all or not self._may_follow(rest):
+        elif is_all or not self._may_become(rest, ("<parameter=", "</function>", self._closing)):
             self.end = self._place
         return False
 
     def _read_value(self, text: str, is_all: bool) -> bool:
-        for found in self._value_end.finditer(text, self._searched):
+        for found in self._VALUE_END.finditer(text, self._searched):
+            # If a value's own end is missing, the call's end closes it.
+            has_end = found[1] == "</parameter>"
+            followers = ("<parameter=", "</function>", self._closing) if has_end else (self._closing,)
             self._behind = skip_space(text, max(found.end(), self._behind))
             rest = text[self._behind : self._behind + MAX_HEAD]
-            is_followed = rest.startswith(("<parameter=", "</function>", self._closing)) or (is_all and not rest)
-            if not is_followed and not is_all and self._may_follow(rest):
+            is_followed = rest.startswith(followers) or (has_end and is_all and not rest)
+            if not is_followed and not is_all and self._may_become(rest, followers):
                 self._searched = found.start()
                 return False
             if is_followed:
                 assert self._key is not None
                 self.values.append((self._key, text[self._place : found.start()]))
-                self._place, self._key = found.end(), None
+                self._place, self._key = found.end() if has_end else found.start(1), None
                 return True
             self._searched = found.end()
         if is_all:
@@ -167,11 +169,11 @@ class XmlCall:
         self._searched = max(self._searched, len(text) - self._MAX_VALUE_END)
         return False
 
-    def _may_follow(self, text: str) -> bool:
-        """Whether the text is empty or the beginning of something that may follow a value."""
-        if len(text) < MAX_HEAD and self._PARTIAL_KEY.fullmatch(text):
+    def _may_become(self, text: str, markers: tuple[str, ...]) -> bool:
+        """Whether the text is empty, or the beginning of a marker or of a key."""
+        if "<parameter=" in markers and len(text) < MAX_HEAD and self._PARTIAL_KEY.fullmatch(text):
             return True
-        return any(marker.startswith(text) for marker in ("<parameter=", "</function>", self._closing))
+        return any(marker.startswith(text) for marker in markers)
 
     def arguments(self, schema: Json) -> str:
         """The values as a JSON object. schema: of the arguments; it says which values are text."""

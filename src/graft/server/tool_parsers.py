@@ -444,34 +444,23 @@ class CallsAlone(_CallParser):
 class PythonicCalls(_CallParser):
     """A list of calls in Python's syntax, which is the whole answer."""
 
-    # Parts of a list's beginning: one character each, or any number. Neighbours never match the same character.
-    _HEAD = tuple(map(re.compile, (r"\s*", r"\[", r"\s*", r"\w", r"\w*", r"\s*", r"\(")))
+    _HEAD = re.compile(r"\s*(?:\[\s*(?:\w+\s*(\()?)?)?")  # of a list of calls, as far as it has come
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         super().__init__(new_id)
         self._is_list: bool | None = None  # None: not known yet
-        self._num_matched, self._place = 0, 0  # parts of the head, and where the next one begins
 
     def feed(self, text: str) -> list[Piece]:
         self._append(text)
         if self._is_list is None:
-            self._is_list = self._begins_list()
+            head = self._HEAD.match(self._buffer, 0, MAX_HEAD)
+            assert head is not None  # all its parts are optional
+            is_partial = head.end() == len(self._buffer)
+            self._is_list = True if head[1] else None if is_partial else False
         if self._is_list is not False:
             return []  # a list is parsed when it is complete
         before, self._buffer = self._buffer, ""
         return self._content(before)
-
-    def _begins_list(self) -> bool | None:
-        """Whether the answer is a list of calls; None: not known yet."""
-        while self._num_matched < len(self._HEAD):
-            found = self._HEAD[self._num_matched].match(self._buffer, self._place)
-            if found is None:
-                return None if self._place == len(self._buffer) else False
-            self._place = found.end()
-            if self._place == len(self._buffer) and self._HEAD[self._num_matched].pattern.endswith("*"):
-                return None  # more of this part may come
-            self._num_matched += 1
-        return True
 
     def finish(self) -> list[Piece]:
         found = parse_python_calls(self._buffer) if self._is_list else None

@@ -46,8 +46,7 @@ class BlockShape(Settings):
     learned_mask: bool = True  # fill masked slots with a learned vector, not with a token's embedding
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_taps", "num_drafts"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(1, "num_layers", "num_taps", "num_drafts")
         require(self.slots in ("in-place", "shifted"), f"slots {self.slots!r} are not known: in-place, shifted")
         require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot holds only the root")
 
@@ -90,13 +89,11 @@ class BlockSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("anchors", "chunk_slots", "nodes"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(1, "anchors", "chunk_slots", "nodes")
         require(self.weighting in WEIGHTINGS, f"weighting {self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
         require(self.gamma > 0, f"gamma must be above 0, not {self.gamma}")
         require(0 <= self.pace_floor < 1, f"pace_floor must be from 0 to below 1, not {self.pace_floor}")
-        require(self.marginal_weight >= 0, f"marginal_weight must not be negative, but is {self.marginal_weight}")
-        require(self.simulated >= 0, f"simulated must not be negative, but is {self.simulated}")
+        self.check_least(0, "marginal_weight", "simulated")
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,7 @@ def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bo
     roots = batch.tokens.gather(1, batch.anchors)
     places = torch.arange(size, device=roots.device)
     positions = (batch.anchors - batch.anchor_starts)[..., None] + places  # [R, N, block_size]
-    attention = _flex_attention(head, batch, past) if flex and roots.is_cuda else _dense_attention(head, batch, past)
+    attention = block_attention(head, batch, past, flex and roots.is_cuda)
     hidden = head(head.slots(roots).flatten(1, 2), positions.flatten(1), attention)
     return head.predicting(hidden.unflatten(1, (num_blocks, size)))
 
@@ -204,11 +201,9 @@ def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bo
 Seen = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
-def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
+def seen_by_blocks(size: int, causal: bool, window: int | None, batch: PackedBatch) -> Seen:
     """The mask of a layer: slots see their own block, and the tokens of their document before the anchor."""
-    size, length = head.config.block_size, batch.tokens.shape[1]
-    anchors, starts = batch.anchors, batch.anchor_starts
-    causal, window = head.config.causal[layer], head.config.windows[layer]
+    length, anchors, starts = batch.tokens.shape[1], batch.anchors, batch.anchor_starts
 
     def seen(row: Tensor, _: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
         block, slot = query // size, query % size
@@ -221,42 +216,32 @@ def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
     return seen
 
 
-def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
-    """Attention with a dense mask."""
-    rows, num_blocks = batch.anchors.shape
-    device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
-    groups = head.config.num_attention_heads // head.config.num_key_value_heads
+def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: bool) -> Attention:
+    """Attention with a dense mask, or FlexAttention, which skips tiles that are wholly masked."""
+    config, (rows, num_blocks), device = head.config, batch.anchors.shape, batch.anchors.device
+    num_queries = num_blocks * config.block_size
+    num_keys = batch.tokens.shape[1] + num_queries
 
-    @functools.cache
-    def mask(kind: tuple[bool, int | None], layer: int) -> Tensor:
+    @functools.cache  # layers of the same kind share a mask
+    def mask(causal: bool, window: int | None) -> Any:
+        seen = seen_by_blocks(config.block_size, causal, window, batch)
+        if flex:
+            _, make = _flex_functions(compiled=device.type == "cuda")
+            return make(seen, rows, None, num_queries, num_keys, device=device)
         row = torch.arange(rows, device=device)[:, None, None]
         query = torch.arange(num_queries, device=device)[:, None]
-        key = torch.arange(batch.tokens.shape[1] + num_queries, device=device)
-        return seen_by_blocks(head, layer, batch)(row, None, query, key)[:, None].repeat(1, 1, groups, 1)
+        dense = seen(row, None, query, torch.arange(num_keys, device=device))
+        return dense[:, None].repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = _with_past(past, layer, key, value)
-        return attend(query.to(values.dtype), keys, values, mask(*_first_alike(head, layer)))
-
-    return attention
-
-
-def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
-    """FlexAttention, which skips tiles that are wholly masked."""
-    rows, num_blocks = batch.anchors.shape
-    device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
-    num_keys = batch.tokens.shape[1] + num_queries
-    run, make = _flex_functions(compiled=device.type == "cuda")
-
-    @functools.cache
-    def mask(kind: tuple[bool, int | None], layer: int) -> Any:
-        return make(seen_by_blocks(head, layer, batch), rows, None, num_queries, num_keys, device=device)
-
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = _with_past(past, layer, key, value)
-        out: Tensor = run(
-            query.to(values.dtype), keys, values, block_mask=mask(*_first_alike(head, layer)), enable_gqa=True
-        )
+        values = torch.cat([past[1][layer], value], dim=2)
+        # One dtype: under autocast, norms leave queries and keys in fp32.
+        query, keys = query.to(values.dtype), torch.cat([past[0][layer], key], dim=2).to(values.dtype)
+        shown = mask(config.causal[layer], config.windows[layer])
+        if not flex:
+            return attend(query, keys, values, shown)
+        run, _ = _flex_functions(compiled=device.type == "cuda")
+        out: Tensor = run(query, keys, values, block_mask=shown, enable_gqa=True)
         return out
 
     return attention
@@ -270,18 +255,6 @@ def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., A
     if not compiled:
         return flex_attention, create_block_mask
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
-
-
-def _first_alike(head: BlockHead, layer: int) -> tuple[tuple[bool, int | None], int]:
-    """The kind of a layer's mask, and the first layer of that kind, so that each mask is made once."""
-    kinds = list(zip(head.config.causal, head.config.windows, strict=True))
-    return kinds[layer], kinds.index(kinds[layer])
-
-
-def _with_past(past: KeyValue, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of context and slots, in one dtype: under autocast, norms leave keys in fp32."""
-    keys, values = torch.cat([past[0][layer], key], dim=2), torch.cat([past[1][layer], value], dim=2)
-    return keys.to(values.dtype), values
 
 
 @dataclass

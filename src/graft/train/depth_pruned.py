@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from graft.model import evaluating
 from graft.model.decoder_layers import find_layers
 from graft.quiet import quiet_transformers
-from graft.settings import require
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
 from graft.train.layer_pruning import LayerSubset, check_layers
@@ -40,7 +39,7 @@ class DepthPrunedSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.measured >= 2, f"measured must be at least 2, not {self.measured}")
+        self.check_least(2, "measured")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model import evaluating
-from graft.settings import require
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.generate_data import Answered
 from graft.train.trainer import Batches, TrainSettings, autocast, split_by_prompt
@@ -32,7 +31,7 @@ class Eagle3Settings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.unroll >= 1, f"unroll must be at least 1, not {self.unroll}")
+        self.check_least(1, "unroll")
 
 
 def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) -> tuple[Tensor, float]:

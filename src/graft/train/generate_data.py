@@ -38,8 +38,7 @@ class AnswerSettings(Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_rows", "max_prompt_tokens"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(1, "max_new_tokens", "num_rows", "max_prompt_tokens")
         require(bool(self.temperatures), "temperatures must name at least one")
         require(all(t >= 0 for t in self.temperatures), f"temperatures must be 0 or more, not {self.temperatures}")
 

@@ -34,7 +34,6 @@ from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
 WORK = "work"  # subfolder for answers, log and state; can be deleted when the head is done
-KINDS = ("eagle3", "dflash", "treeflash", "depth-pruned")
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class DepthPrunedRecipe:
             run.work / "layers.json",
             {name: getattr(self.settings, name) for name in ("measured", "max_tokens", "held_back", "seed")}
             | {"answers": len(run.answers)},
-            lambda order: run.report(_measured(order, total - count)),
+            lambda order: run.report(_removal(order, total - count)),
             run.deadline,
         )
         kept = order.kept(count)
@@ -206,9 +205,8 @@ def train_head(
         objective, facts = recipe.prepare(run)
     except TimeIsUp as stop:
         return stop.outcome
-    steps = recipe.settings.steps
-    training = work / "training"
-    done = optimize(objective, recipe.settings, training, len(answers), _TrainProgress(report, steps), deadline)
+    steps, training = recipe.settings.steps, work / "training"
+    done = optimize(objective, recipe.settings, training, len(answers), lambda r: report(_step(r, steps)), deadline)
     recipe.save(run, objective.head, folder)
     facts |= {
         "prompts": len({a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers}),
@@ -238,27 +236,14 @@ class _AnswerProgress:
         self._report(Report("answer", done, total, f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s"))
 
 
-def _measured(order: RemovalOrder, total: int) -> Report:
+def _removal(order: RemovalOrder, total: int) -> Report:
     layer, divergence = order.removed[-1]
     return Report("measure", len(order.removed), total, f"layer {layer} removed, KL divergence {divergence:.3f}")
 
 
-class _TrainProgress:
-    """Reports the progress of training, with the time left."""
-
-    def __init__(self, report: Callable[[Report], None], steps: int) -> None:
-        self._report, self._steps = report, steps
-        self._first: tuple[int, float] | None = None
-
-    def __call__(self, record: dict[str, float]) -> None:
-        now, step = time.perf_counter(), int(record["step"])
-        self._first = self._first or (step, now)  # the first step also compiles
-        words = [f"{name} {value:.3f}" for name, value in record.items() if name in card.SHOWN or "right" in name]
-        if step > self._first[0]:
-            seconds = (now - self._first[1]) / (step - self._first[0])
-            left = seconds * (self._steps - 1 - step)
-            words += [f"{seconds:.3f} s per step", f"{left / 60:.1f} min left"]
-        self._report(Report("train", step + 1, self._steps, ", ".join(words)))
+def _step(record: dict[str, float], steps: int) -> Report:
+    words = [f"{name} {value:.3f}" for name, value in record.items() if name in card.SHOWN or "right" in name]
+    return Report("train", int(record["step"]) + 1, steps, ", ".join(words))
 
 
 def new_eagle3_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> eagle3.Eagle3Head:

@@ -50,13 +50,11 @@ class TrainSettings(Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.steps >= self.least_steps, f"steps must be at least {self.least_steps}, not {self.steps}")
-        for name in ("batch_tokens", "max_tokens", "evaluate_every"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.check_least(self.least_steps, "steps")
+        self.check_least(1, "batch_tokens", "max_tokens", "evaluate_every")
         require(0 < self.held_back < 1, f"held_back must be between 0 and 1, not {self.held_back}")
         require(self.learning_rate > 0, f"learning_rate must be above 0, not {self.learning_rate}")
-        for name in ("warmup_steps", "weight_decay"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, but is {getattr(self, name)}")
+        self.check_least(0, "warmup_steps", "weight_decay")
         require(self.max_gradient_norm > 0, f"max_gradient_norm must be above 0, not {self.max_gradient_norm}")
         require(0 <= self.ema_decay < 1, f"ema_decay must be from 0 to below 1, not {self.ema_decay}")
 

@@ -7,27 +7,24 @@ merges what it has learned into the file.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from filelock import FileLock
-from safetensors.torch import save
 from torch import Tensor
 
 from graft.errors import GraftError
-from graft.files import remove_partial_files, replacing
+from graft.files import remove_partial_files
 from graft.home import graft_home
 from graft.settings import require
 from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
-from graft.tuning.profile import FORMAT, About, Profile, profile_path
+from graft.tuning.profile import About, Profile, profile_path
 
 if TYPE_CHECKING:
     from graft.engine import Engine
@@ -99,10 +96,7 @@ def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
         except (KeyError, IndexError, RuntimeError, ValueError):  # the file's parts do not fit together
             both = dict(state)
         remove_partial_files(path.parent)
-        tensors = {name: value.cpu().contiguous() for name, value in both.items()}
-        facts = {"format": FORMAT, **asdict(About(about.model, about.head, None, None))}
-        with replacing(path, is_private=True) as file:
-            file.write(save(tensors, metadata={"about": json.dumps(facts)}))
+        Profile(About(about.model, about.head, None, None), both, {}).save(path)
 
 
 def merged(known: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,20 +141,15 @@ def _read(path: Path, about: About) -> dict[str, Tensor] | None:
     """The file's state; None if it is missing, damaged or another user's."""
     try:
         if path.stat().st_uid != os.geteuid():
-            _ignore(path, "it belongs to another user")
-            return None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _ignore(path, str(error))
-        return None
-    try:
+            raise GraftError("it belongs to another user")
         profile = Profile.read(path)
         require((profile.about.model, profile.about.head) == (about.model, about.head), "it is another model's")
-    except GraftError as error:
+        return profile.state
+    except FileNotFoundError:
+        return None
+    except (OSError, GraftError) as error:
         _ignore(path, str(error))
         return None
-    return profile.state
 
 
 def _ignore(path: Path, why: str) -> None:
