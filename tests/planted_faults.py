@@ -788,10 +788,10 @@ FAULTS = (
     ),
     Fault(
         "kernels: draws have the same noise at every position",
-        "src/graft/model/kernels/topk.py",
-        "key = _mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)",
-        "key = _mixed(tl.load(seeds + row).to(tl.uint64))",
-        ("test_kernels.py::test_draws_are_those_of_the_keyed_noise_at_every_token",),
+        "src/graft/model/kernels/draw.py",
+        "position = tl.load(positions + row) + tl.load(depths + token)",
+        "position = tl.load(positions + row)",
+        ("test_draw.py::test_draws_are_those_of_the_keyed_noise_at_every_token",),
     ),
     Fault(
         "kernels: a rotation turns the other way",
