@@ -69,8 +69,18 @@ def logits_of(kind, settings):
     return logits
 
 
-@pytest.mark.parametrize("room", [512, 16])
-@pytest.mark.parametrize("kind", ["spread", "coarse", "equal", "far", "forbidden"])
+@pytest.mark.parametrize(
+    ("kind", "room"),
+    [
+        ("spread", 512),
+        ("equal", 512),
+        ("forbidden", 512),
+        ("spread", 16),
+        ("coarse", 16),
+        *(pytest.param(kind, 512, marks=pytest.mark.slow) for kind in ("coarse", "far")),
+        *(pytest.param(kind, 16, marks=pytest.mark.slow) for kind in ("equal", "far", "forbidden")),
+    ],
+)
 def test_the_last_token_that_a_truncation_keeps_can_be_drawn_and_the_next_cannot(kind, room, small, monkeypatch):
     """With 16 places the candidates do not fit, so that chunks draw or one program reads the whole row."""
     monkeypatch.setattr(draw_kernels, "_ROOM", room)
@@ -128,6 +138,7 @@ def test_greedy_drawn_and_truncated_rows_share_a_step_and_each_has_its_bias(smal
     assert not torch.equal(ours, unbiased)
 
 
+@pytest.mark.slow  # each draw has been compared with the reference; in the interpreter 200 take seconds
 def test_frequencies_are_those_of_the_truncated_distribution(small, monkeypatch):
     monkeypatch.setattr(draw_kernels, "_ROOM", 16)
     probabilities = torch.tensor([0.05, 0.3, 0.02, 0.2, 0.25, 0.08, 0.1], dtype=torch.float64)
@@ -200,3 +211,15 @@ def test_rows_with_truncation_or_bias_are_chosen_at_every_node_at_once(monkeypat
         expected = plainly.choose(logits[node::3], [True] * 5)
         known = torch.tensor(is_known, device=DEVICE)
         assert torch.equal(chosen[node::3][known], expected[known])
+
+
+def test_greedy_rows_with_a_bias_are_drawn(monkeypatch):
+    """The highest logit, which the step knows already, is not theirs."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(draw_kernels, "draw", plain_kernels.draw)
+    logits = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 1.0]]).to(DEVICE)
+    rows = torch.arange(2, device=DEVICE)
+    step = SimpleNamespace(rows=rows, depths=torch.zeros_like(rows), best=logits.argmax(dim=1))
+    settings = [SamplingSettings(logit_bias={2: 5.0}), SamplingSettings()]
+    chosen, is_known = Sampler(settings, [[1], [1]], [], 3, torch.device(DEVICE)).choose_everywhere(logits, step)
+    assert chosen.tolist() == [2, 0] and is_known == [True, True]

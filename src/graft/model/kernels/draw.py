@@ -23,7 +23,7 @@ from torch import Tensor
 from graft.model.sampler import EXP_BITS, EXP_TERMS, LOWEST, WEIGHT_BITS
 
 _CHUNK = 1024  # logits of one program in the first kernel, which has one warp
-_WIDE_CHUNK = 4096  # in the others
+_WIDE_CHUNK = 2048  # in the others, which have eight: few registers, so that many programs wait for memory at once
 _ROOM = 2048  # tokens of a row that the last kernel can collect
 _ID_BITS = tl.constexpr(19)  # a vocabulary has fewer than 2^19 tokens
 _ID_MASK = tl.constexpr((1 << 19) - 1)
