@@ -785,7 +785,7 @@ FAULTS = (
         "src/graft/model/kernels/draw.py",
         "top_k - count_before, lowest, highest",
         "top_k, lowest, highest",
-        (_CUT + "[spread-16]",),
+        (_CUT + "[coarse-16]",),
     ),
     Fault(
         "sampler: a row with a bias takes the highest logit",

@@ -19,6 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = torch.arange(3000)
 SETTINGS = [  # top_k, top_p, min_p
     (40, 1.0, 0.0),
+    (42, 1.0, 0.0),
+    (44, 1.0, 0.0),
     (0, 0.7, 0.0),
     (60, 0.9, 0.02),
     (0, 1.0, 0.01),
@@ -56,8 +58,8 @@ def logits_of(kind, settings):
     """Rows of 300 logits, each with settings of its own."""
     torch.manual_seed(len(kind))
     logits = torch.randn(len(settings), 300) * 2
-    if kind == "coarse":  # as of bf16: many are equal
-        logits = logits.round()
+    if kind == "coarse":  # as of bf16: some are equal
+        logits = logits.round(decimals=1)
     if kind == "equal":
         logits = torch.full_like(logits, -1.5)
         logits[:, ::2] = -0.0
@@ -84,7 +86,7 @@ def logits_of(kind, settings):
 def test_the_last_token_that_a_truncation_keeps_can_be_drawn_and_the_next_cannot(kind, room, small, monkeypatch):
     """With 16 places the candidates do not fit, so that chunks draw or one program reads the whole row."""
     monkeypatch.setattr(draw_kernels, "_ROOM", room)
-    settings = SETTINGS if room > 300 else SETTINGS[:5]
+    settings = SETTINGS if room > 300 else SETTINGS[:7]
     logits = logits_of(kind, settings)
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
     kept = truncated(logits, top_k, top_p, min_p)
