@@ -80,8 +80,10 @@ def draw(
     num_chunks, num_wide = triton.cdiv(vocab_size, _CHUNK), triton.cdiv(vocab_size, _WIDE_CHUNK)
     scores = logits.new_empty(num_tokens, num_chunks, dtype=torch.float64)
     found = logits.new_empty(num_tokens, num_chunks, dtype=torch.int32)
-    inputs = (logits, logits.stride(0), logits if bias is None else bias, rows, depths, seeds, positions)
-    inputs = (*inputs, temperatures, top_k, top_p, min_p, len(seeds), vocab_size)
+    inputs = (
+        *(logits, logits.stride(0), logits if bias is None else bias, rows, depths, seeds, positions),
+        *(temperatures, top_k, top_p, min_p, len(seeds), vocab_size),
+    )
     has_bias = bias is not None
     num_bins = _NUM_BINS.value if truncates else 1
     histogram = logits.new_empty(num_tokens, num_bins, dtype=torch.int64)
