@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.layout import Layout
-from graft.model.sampler import gumbel_noise
+from graft.model.sampler import gumbel_noise, truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
@@ -25,8 +26,8 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
     monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
-    for function in (highest, draw):
-        monkeypatch.setattr(topk_kernels, function.__name__, function)
+    monkeypatch.setattr(topk_kernels, "highest", highest)
+    monkeypatch.setattr(draw_kernels, "draw", draw)
     monkeypatch.setattr(walk_kernels, "follow", follow)
     for function in (slots, children):
         monkeypatch.setattr(block_kernels, function.__name__, function)
@@ -193,10 +194,29 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :k].int(), values[:, :k], logits.float().logsumexp(dim=1)
 
 
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    noise = gumbel_noise(seeds, positions, logits.shape[1])
-    warm = temperatures[:, None]
-    return torch.where(warm > 0, logits / warm.clamp(min=1e-6) + noise, logits.double()).argmax(dim=1)
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    depths: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    truncates: bool = True,
+) -> None:
+    is_real = (rows >= 0) & (rows < len(seeds))
+    own = rows[is_real].long()
+    scores = logits[is_real].float()
+    if bias is not None:
+        scores = scores + bias[own]
+    noise = gumbel_noise(seeds[own], positions[own] + depths[is_real], logits.shape[1])
+    warm = scores / temperatures[own].clamp(min=1e-6)[:, None]
+    drawn = (truncated(warm, top_k[own], top_p[own], min_p[own]) + noise).argmax(dim=1)
+    out[is_real] = torch.where(temperatures[own] > 0, drawn, scores.argmax(dim=1))
 
 
 def enter(

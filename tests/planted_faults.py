@@ -43,6 +43,7 @@ _NUMPY = "test_sampling.py::test_greedy_choices_with_bias_and_penalties_are_thos
 _PROCESSORS = "test_sampling.py::test_truncation_and_penalties_mean_what_they_mean_in_transformers"
 _TRUNCATION = "test_sampling.py::test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers"
 _CONSTRAINED = "test_scheduler.py::test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar"
+_CUT = "test_draw.py::test_the_last_token_that_a_truncation_keeps_can_be_drawn_and_the_next_cannot"
 _CALLS = "test_server_tools.py::test_calls_are_read_however_the_text_is_cut"
 
 FAULTS = (
@@ -63,13 +64,6 @@ FAULTS = (
         (_NUMPY,),
     ),
     Fault(
-        "sampler: a bias does not keep the device from choosing",
-        _SAMPLER,
-        " or s.frequency_penalty or s.logit_bias\n",
-        " or s.frequency_penalty\n",
-        (_MEANING + "[logit_bias]",),
-    ),
-    Fault(
         "sampler: a presence penalty does not keep the device from choosing",
         _SAMPLER,
         "s.repetition_penalty != 1 or s.presence_penalty or",
@@ -79,30 +73,9 @@ FAULTS = (
     Fault(
         "sampler: a frequency penalty does not keep the device from choosing",
         _SAMPLER,
-        "s.presence_penalty or s.frequency_penalty or s.logit_bias",
-        "s.presence_penalty or s.logit_bias",
+        "s.presence_penalty or s.frequency_penalty)",
+        "s.presence_penalty)",
         (_MEANING + "[frequency_penalty]",),
-    ),
-    Fault(
-        "sampler: top-k does not keep the device from choosing",
-        _SAMPLER,
-        "return not (penalties or s.top_k or s.top_p < 1 or s.min_p)",
-        "return not (penalties or s.top_p < 1 or s.min_p)",
-        (_MEANING + "[top_k]",),
-    ),
-    Fault(
-        "sampler: top-p does not keep the device from choosing",
-        _SAMPLER,
-        "return not (penalties or s.top_k or s.top_p < 1 or s.min_p)",
-        "return not (penalties or s.top_k or s.min_p)",
-        (_MEANING + "[top_p]",),
-    ),
-    Fault(
-        "sampler: min-p does not keep the device from choosing",
-        _SAMPLER,
-        "return not (penalties or s.top_k or s.top_p < 1 or s.min_p)",
-        "return not (penalties or s.top_k or s.top_p < 1)",
-        (_MEANING + "[min_p]",),
     ),
     # The KV cache
     Fault(
@@ -252,7 +225,7 @@ FAULTS = (
         _SAMPLER,
         "scores = scores / temperature.clamp(min=1e-6)[:, None]",
         "scores = scores * temperature.clamp(min=1e-6)[:, None]",
-        (_MEANING + "[top_k]",),
+        (_MEANING + "[presence_penalty]",),
     ),
     Fault(
         "sampler: a repetition penalty raises what it should lower",
@@ -337,22 +310,22 @@ FAULTS = (
     Fault(
         "truncation: top-p drops the token that reaches it",
         _SAMPLER,
-        "before = probability.cumsum(dim=1) - probability",
-        "before = probability.cumsum(dim=1)",
+        "(through - weight < share[:, None])",
+        "(through < share[:, None])",
         (_TRUNCATION,),
     ),
     Fault(
         "truncation: min-p is no share of the likeliest token's",
         _SAMPLER,
-        "probability >= min_p[:, None] * probability[:, :1]",
-        "probability >= min_p[:, None]",
+        "min_p.double()[:, None] * 2.0**WEIGHT_BITS",
+        "min_p.double()[:, None] * weight.sum(dim=1, keepdim=True)",
         (_TRUNCATION,),
     ),
     Fault(
         "truncation: top-p counts tokens that top-k has excluded",
         _SAMPLER,
-        "probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)",
-        "probability = ordered.softmax(dim=1)",
+        "through = (weight * keep).cumsum(dim=1)",
+        "through = weight.cumsum(dim=1)",
         (_PROCESSORS,),
     ),
     # The prefix cache
@@ -788,10 +761,38 @@ FAULTS = (
     ),
     Fault(
         "kernels: draws have the same noise at every position",
-        "src/graft/model/kernels/topk.py",
-        "key = _mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)",
-        "key = _mixed(tl.load(seeds + row).to(tl.uint64))",
-        ("test_kernels.py::test_draws_are_those_of_the_keyed_noise_at_every_token",),
+        "src/graft/model/kernels/draw.py",
+        "position = tl.load(positions + row) + tl.load(depths + token)",
+        "position = tl.load(positions + row)",
+        ("test_draw.py::test_draws_are_those_of_the_keyed_noise_at_every_token",),
+    ),
+    Fault(
+        "kernels: of equal scores the last token is kept",
+        "src/graft/model/kernels/draw.py",
+        "| (ids ^ _ID_MASK).to(tl.int64)",
+        "| ids.to(tl.int64)",
+        (_CUT + "[equal-512]",),
+    ),
+    Fault(
+        "kernels: top-p takes its share of all tokens, not of those that top-k keeps",
+        "src/graft/model/kernels/draw.py",
+        "        total = weight_before + tl.sum(tl.where(order >= lowest, weight, 0), axis=0)\n",
+        "",
+        (_CUT + "[spread-512]",),
+    ),
+    Fault(
+        "kernels: the tokens before the range of the cut are not counted",
+        "src/graft/model/kernels/draw.py",
+        "top_k - count_before, lowest, highest",
+        "top_k, lowest, highest",
+        (_CUT + "[coarse-16]",),
+    ),
+    Fault(
+        "sampler: a row with a bias takes the highest logit",
+        _SAMPLER,
+        "bool(s.temperature > 0 or s.logit_bias) for s in settings",
+        "s.temperature > 0 for s in settings",
+        ("test_draw.py::test_greedy_rows_with_a_bias_are_drawn",),
     ),
     Fault(
         "kernels: a rotation turns the other way",

@@ -24,6 +24,14 @@ from graft.settings import Settings, require
 
 _DEFAULT_NEW_TOKENS = 256
 
+# Exponentials as whole numbers, see `weights`.
+WEIGHT_BITS = 40  # of the highest
+LOWEST = 28.0  # below the highest score by so much the weight is 0
+EXP_BITS = 25  # of the fraction of an exponent of 2
+_HALVINGS_PER_UNIT = 3098164009  # log2(e) in parts of 2^31: from parts of 2^26 to exponents of 2 in parts of 2^25
+# The Taylor series of 2^-f for f from 0 to 1, in parts of 2^30. The signs alternate.
+EXP_TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
+
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
@@ -120,17 +128,39 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def weights(scores: Tensor) -> Tensor:
+    """The exponentials of scores [B, V], as whole numbers in parts of a row's highest: int64, at most 2^WEIGHT_BITS.
+
+    Sums of them are the same in any order, so every device finds the same truncation.
+    """
+    highest = scores.amax(dim=1, keepdim=True)
+    below = torch.where(scores == highest, 0.0, highest - scores).clamp(max=LOWEST)  # infinities equal themselves
+    units = (below * 2.0**26).long()
+    halvings = units * _HALVINGS_PER_UNIT >> 32  # in parts of 2^EXP_BITS
+    fraction = halvings & (1 << EXP_BITS) - 1
+    power = torch.zeros_like(fraction)
+    for term in reversed(EXP_TERMS):
+        power = term - (power * fraction >> EXP_BITS)
+    return (power >> 4 << WEIGHT_BITS - 26) >> (halvings >> EXP_BITS)
+
+
 def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set the scores [B, V] that top-k, then top-p, then min-p [B] exclude to minus infinity. top_k 0 is off."""
+    """Set the scores [B, V] that top-k, then top-p, then min-p [B] exclude to minus infinity. top_k 0 is off.
+
+    Tokens are ranked by score, and of equal scores the first comes first. Top-k keeps the first k. Top-p keeps those
+    before which less than its share of the remaining probability lies: always the first. Min-p keeps those that have
+    at least its part of the highest probability. `kernels.draw` is the same on GPUs.
+    """
     vocab_size = scores.shape[1]
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=scores.device)
     top_k = torch.where(top_k > 0, top_k, vocab_size)
     keep = rank < top_k[:, None]
-    probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)
-    before = probability.cumsum(dim=1) - probability
-    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # the first is always kept
-    keep &= probability >= min_p[:, None] * probability[:, :1]
+    weight = weights(scores).gather(1, order)
+    through = (weight * keep).cumsum(dim=1)
+    share = (top_p.double() * through[:, -1].double()).long().clamp(min=1)
+    keep &= (through - weight < share[:, None]) | (top_p[:, None] >= 1)
+    keep &= weight.double() >= min_p.double()[:, None] * 2.0**WEIGHT_BITS
     return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
@@ -182,7 +212,7 @@ class Sampler:
         self._is_known = [
             _needs_logits_alone(s) and c is None for s, c in zip(settings, self._constraints, strict=True)
         ]
-        self._is_random = [s.temperature > 0 for s in settings]
+        self._needs_draw = [bool(s.temperature > 0 or s.logit_bias) for s in settings]  # else the highest logit
         self._too_early = [s.min_tokens > 0 for s in settings]  # whether the answer may not end yet
         # Values that change with every token are plain numbers on the host.
         self._positions = [len(h) for h in histories]  # of the token to choose
@@ -261,18 +291,30 @@ class Sampler:
             is_known = [known and not early for known, early in zip(is_known, self._too_early, strict=True)]
         if not any(is_known):
             return None
-        if not any(compress(self._is_random, is_known)):
+        if not any(compress(self._needs_draw, is_known)):
             return step.best[:num_tokens], is_known
-        from graft.model.kernels import topk as topk_kernels  # needs Triton: only on GPUs
+        from graft.model.kernels import draw as draw_kernels  # needs Triton: only on GPUs
 
         positions = torch.tensor(self._positions)
         if logits.is_cuda:
             positions = positions.pin_memory()  # otherwise the transfer would wait for the device
+        chosen = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
         with torch.cuda.device_of(logits):
-            rows = step.rows[:num_tokens].long()
-            there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
-            seeds, temperatures = (self._column(name)[rows] for name in ("seed", "temperature"))
-            return topk_kernels.draw(logits, seeds, there, temperatures), is_known
+            draw_kernels.draw(
+                logits,
+                step.rows[:num_tokens],
+                step.depths[:num_tokens],
+                self._column("seed"),
+                positions.to(logits.device, non_blocking=True),
+                self._column("temperature"),
+                self._column("top_k"),
+                self._column("top_p"),
+                self._column("min_p"),
+                chosen,
+                bias=self._bias,
+                truncates=any(map(_truncates, self._settings)),
+            )
+        return chosen, is_known
 
     def advance(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
@@ -310,7 +352,7 @@ class Sampler:
 
     def _truncated(self, scores: Tensor) -> Tensor:
         """Set the scores that the rows' settings exclude to minus infinity."""
-        if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
+        if not any(map(_truncates, self._settings)):
             return scores
         return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
@@ -327,10 +369,13 @@ class Sampler:
                     constraint.take(int(tokens[row]))
 
 
+def _truncates(s: SamplingSettings) -> bool:
+    return bool(s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p))
+
+
 def _needs_logits_alone(s: SamplingSettings) -> bool:
-    """Whether a row's choice depends on logits, temperature and noise alone: then the device can make it."""
-    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    return not (penalties or s.top_k or s.top_p < 1 or s.min_p)
+    """Whether a row's choice depends on no earlier tokens: then the device can make it at every node at once."""
+    return not (s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
 
 
 def _is_int(value: object) -> bool:

@@ -170,10 +170,14 @@ def target_tokens(logits: Tensor, best: Tensor, positions: Tensor, sampling: Sam
     num_places = len(logits) // len(sampling.seeds)
     seeds, temperatures, top_k, top_p, min_p = (column.repeat_interleave(num_places) for column in sampling[:5])
     keys = positions + 1
-    if logits.is_cuda and not sampling.is_truncated:
-        from graft.model.kernels.topk import draw  # needs Triton
+    if logits.is_cuda:
+        from graft.model.kernels.draw import draw  # needs Triton
 
-        drawn = draw(logits.float(), seeds, keys, temperatures.float())
+        rows = torch.arange(len(logits), device=logits.device)
+        drawn = torch.empty_like(rows)
+        temperatures = torch.where(top_k <= 1, 0.0, temperatures.float())
+        settings = (seeds, keys, temperatures, top_k, top_p, min_p)
+        draw(logits, rows, torch.zeros_like(rows), *settings, drawn, truncates=sampling.is_truncated)
         return torch.where(top_k <= 1, best, drawn)
     drawn = torch.empty_like(best)
     at_once = max(_NOISE_AT_ONCE // logits.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Top-k and sampling over logits as Triton kernels. Importing this module needs Triton.
+"""Top-k over logits as Triton kernels. Importing this module needs Triton.
 
 A row of logits is split into chunks, which are searched in parallel and compared afterwards. Of equal logits the first
 token wins, so a row's choice does not depend on other rows.
@@ -16,11 +16,6 @@ from graft.model.kernels.gate import is_shut
 
 _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
-
-# The constants of `hashing.mix64`.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-_SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,28 +54,6 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         **gate.options(),
     )
     return tokens, best, total
-
-
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Sample a token after each token of a step: [T] int64. Temperature 0 takes the highest logit.
-
-    logits [T, V]; seeds, positions (of the sampled tokens) and temperatures [T]. The noise is `sampler.gumbel_noise`.
-    """
-    num_tokens, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
-    scores = logits.new_empty(num_tokens, num_chunks, dtype=torch.float64)
-    found = torch.empty_like(scores, dtype=torch.int64)
-    _draw_kernel[(num_tokens, num_chunks)](
-        logits,
-        logits.stride(0),
-        *(seeds.contiguous(), positions.contiguous(), temperatures.contiguous()),
-        scores,
-        found,
-        vocab_size,
-        CHUNK=_CHUNK,
-        num_warps=1,
-    )
-    return found.gather(1, scores.argmax(dim=1, keepdim=True)).flatten()
 
 
 @triton.jit
@@ -170,44 +143,3 @@ def _rank_kernel(
     greatest = tl.max(maximum, axis=0)
     part = tl.load(totals + row * num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
     tl.store(total + row, greatest + tl.log(tl.sum(part * tl.exp(maximum - greatest), axis=0)))
-
-
-@triton.jit
-def _mixed(x: tl.tensor) -> tl.tensor:
-    """`hashing.mix64` of uint64."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> 30)) * _FIRST
-    x = (x ^ (x >> 27)) * _SECOND
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _draw_kernel(
-    logits: tl.tensor,
-    token_stride: tl.int64,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    temperatures: tl.tensor,
-    scores: tl.tensor,
-    found: tl.tensor,
-    vocab_size: int,
-    CHUNK: tl.constexpr,
-) -> None:
-    """The sampled token of one chunk: the highest logit plus Gumbel noise."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = tokens < vocab_size
-    x = tl.load(logits + row * token_stride + tokens, mask=inside, other=float("-inf"))
-    temperature = tl.load(temperatures + row)
-    score = x.to(tl.float64)
-    if temperature > 0:
-        key = _mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)
-        bits = _mixed(_mixed(key) + tokens.to(tl.uint64) * _GOLDEN)
-        uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
-        warm = tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which draws the other rows
-        score = warm.to(tl.float64) - tl.log(-tl.log(uniform))
-        score = tl.where(inside, score, float("-inf"))
-    value = tl.max(score, axis=0)
-    place = row * tl.num_programs(1) + chunk
-    tl.store(scores + place, value)
-    tl.store(found + place, tl.min(tl.where(score == value, tokens, CHUNK * tl.num_programs(1)), axis=0).to(tl.int64))

@@ -1,0 +1,227 @@
+"""The draw on the device is that of `sampler.truncated` and `sampler.gumbel_noise`: see `graft.model.kernels.draw`."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from graft import SamplingSettings
+from graft.model.sampler import Sampler, gumbel_noise, truncated, weights
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import plain_kernels
+from graft.model.kernels import draw as draw_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = torch.arange(3000)
+SETTINGS = [  # top_k, top_p, min_p
+    (40, 1.0, 0.0),
+    (42, 1.0, 0.0),
+    (44, 1.0, 0.0),
+    (0, 0.7, 0.0),
+    (60, 0.9, 0.02),
+    (0, 1.0, 0.01),
+    (120, 0.99, 0.0),
+    (1, 1.0, 0.0),
+    (299, 1.0, 0.0),
+    (300, 1.0, 0.0),
+    (2**30, 0.5, 0.0),
+    (0, 1e-9, 0.0),
+    (0, 0.99999, 0.0),
+    (0, 1.0, 1.0),
+    (0, 1.0, 1e-7),
+    (7, 0.3, 0.9),
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A vocabulary of 300 is several chunks, the last of them not full."""
+    monkeypatch.setattr(draw_kernels, "_CHUNK", 128)
+    monkeypatch.setattr(draw_kernels, "_WIDE_CHUNK", 128)
+
+
+def drawn(logits, rows, depths, *settings, **options):
+    """What the kernels and the reference choose."""
+    ours, expected = (torch.full((len(logits),), -1, device=DEVICE) for _ in range(2))
+    inputs = [part.to(DEVICE) for part in (logits, rows, depths, *settings)]
+    options = {name: part.to(DEVICE) if isinstance(part, torch.Tensor) else part for name, part in options.items()}
+    draw_kernels.draw(*inputs, ours, **options)
+    plain_kernels.draw(*inputs, expected, **options)
+    return ours.cpu(), expected.cpu()
+
+
+def logits_of(kind, settings):
+    """Rows of 300 logits, each with settings of its own."""
+    torch.manual_seed(len(kind))
+    logits = torch.randn(len(settings), 300) * 2
+    if kind == "coarse":  # as of bf16: some are equal
+        logits = logits.round(decimals=1)
+    if kind == "equal":
+        logits = torch.full_like(logits, -1.5)
+        logits[:, ::2] = -0.0
+        logits[:, 100] = 0.0
+    if kind == "far":  # most are beyond the histogram, and some beyond the smallest weight
+        logits = logits * 10
+    if kind == "forbidden":
+        logits[:, 3:290] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "room"),
+    [
+        ("spread", 512),
+        ("equal", 512),
+        ("forbidden", 512),
+        ("spread", 16),
+        ("coarse", 16),
+        *(pytest.param(kind, 512, marks=pytest.mark.slow) for kind in ("coarse", "far")),
+        *(pytest.param(kind, 16, marks=pytest.mark.slow) for kind in ("equal", "far", "forbidden")),
+    ],
+)
+def test_the_last_token_that_a_truncation_keeps_can_be_drawn_and_the_next_cannot(kind, room, small, monkeypatch):
+    """With 16 places the candidates do not fit, so that chunks draw or one program reads the whole row."""
+    monkeypatch.setattr(draw_kernels, "_ROOM", room)
+    settings = SETTINGS if room > 300 else SETTINGS[:7]
+    logits = logits_of(kind, settings)
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+    kept = truncated(logits, top_k, top_p, min_p)
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    noise = gumbel_noise(SEEDS, torch.full_like(SEEDS, 9), 300)
+    chosen = []  # the row, and a seed with which its choice depends on the last token kept
+    for row in range(len(settings)):
+        num_kept = int((kept[row] > -torch.inf).sum())
+        for end in (num_kept, num_kept + 1):
+            last = order[row, end - 1 : end]
+            scores = torch.full((300,), -torch.inf).index_copy(0, order[row, :end], logits[row, order[row, :end]])
+            decided = ((scores + noise).argmax(dim=1) == last).nonzero() if len(last) else last
+            chosen += [(row, int(seed)) for seed in decided[:1]]
+    assert len(chosen) > len(settings)
+    rows, seeds = (torch.tensor(column) for column in zip(*chosen, strict=True))
+    columns = (torch.full((len(rows),), 9), torch.ones(len(rows)), top_k[rows], top_p[rows], min_p[rows])
+    depths = torch.zeros(len(rows), dtype=torch.int32)
+    ours, expected = drawn(logits[rows], torch.arange(len(rows)), depths, seeds, *columns)
+    assert torch.equal(ours, expected)
+
+
+def test_draws_are_those_of_the_keyed_noise_at_every_token():
+    torch.manual_seed(0)
+    logits = torch.randn(8, 1600)[:, :1500]  # of a wider product
+    rows, depths = torch.tensor([0, 0, 0, 1, 2, 2, 3, -1]), torch.tensor([0, 1, 1, 0, 0, 5, 0, 0])
+    seeds, positions = torch.tensor([7, -(2**61), 9, 7]), torch.tensor([5, 900, 6, 5])
+    off = (torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4))
+    for temperatures in ([1.0, 0.3, 0.0, 2.5], [0.0, 2.5, 1e-7, 0.0]):
+        for truncates in (False, True):
+            settings = (seeds, positions, torch.tensor(temperatures), *off)
+            ours, expected = drawn(logits, rows.int(), depths.int(), *settings, truncates=truncates)
+            assert torch.equal(ours, expected) and ours[-1] == -1, "padding is left alone"
+
+
+def test_greedy_drawn_and_truncated_rows_share_a_step_and_each_has_its_bias(small):
+    torch.manual_seed(3)
+    num_rows, rows = 6, torch.arange(24) % 6
+    logits, bias = torch.randn(24, 300), torch.randn(num_rows, 300) * 2
+    bias[:, 40:60] = -torch.inf
+    settings = (
+        torch.arange(num_rows) + 100,
+        torch.arange(num_rows) * 1000,
+        torch.tensor([0.0, 1.0, 0.6, 1.7, 0.0, 1e-7]),
+        torch.tensor([5, 0, 30, 0, 0, 3]),
+        torch.tensor([0.5, 1.0, 0.9, 0.6, 1.0, 0.9]),
+        torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0, 0.0]),
+    )
+    ours, expected = drawn(logits, rows, torch.arange(24) // 6, *settings, bias=bias)
+    assert torch.equal(ours, expected)
+    unbiased, _ = drawn(logits, rows, torch.arange(24) // 6, *settings)
+    assert not torch.equal(ours, unbiased)
+
+
+@pytest.mark.slow  # each draw has been compared with the reference; in the interpreter 200 take seconds
+def test_frequencies_are_those_of_the_truncated_distribution(small, monkeypatch):
+    monkeypatch.setattr(draw_kernels, "_ROOM", 16)
+    probabilities = torch.tensor([0.05, 0.3, 0.02, 0.2, 0.25, 0.08, 0.1], dtype=torch.float64)
+    number = 200
+    ours, _ = drawn(
+        probabilities.log().float().expand(number, -1),
+        torch.zeros(number, dtype=torch.int32),
+        torch.arange(number),
+        torch.tensor([5]),
+        torch.tensor([70]),
+        torch.tensor([1.0]),
+        torch.tensor([5]),
+        torch.tensor([0.9]),
+        torch.tensor([0.2]),
+    )
+    # Top-k leaves 0.93, in tokens 1, 4, 3, 6 and 5. Nine tenths of this are reached in token 6.
+    kept = np.array([1, 3, 4, 6])
+    counts = np.bincount(ours.numpy(), minlength=7)
+    assert counts[kept].sum() == number
+    expected = probabilities.numpy()[kept]
+    assert chisquare(counts[kept], expected / expected.sum() * number).pvalue > 0.001
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_of_logits_that_are_no_numbers_a_token_of_the_vocabulary_is_chosen(small):
+    logits = torch.randn(6, 300)
+    logits[0] = torch.nan
+    logits[1, 7] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 250] = torch.inf
+    logits[4:] = logits[2:4]
+    settings = (torch.ones(2), torch.tensor([0, 9]), torch.tensor([1.0, 0.7]), torch.tensor([0.0, 0.1]))
+    rows, zeros = torch.tensor([1, 1, 1, 1, 0, 0]), torch.zeros(6, dtype=torch.int64)
+    ours, expected = drawn(logits, rows, zeros, torch.tensor([1, 2]), torch.tensor([1, 2]), *settings)
+    assert bool(((ours >= 0) & (ours < 300)).all())
+    assert ours[2:].tolist() == expected[2:].tolist() == [0, 250, 0, 250]
+
+
+def test_weights_are_exponentials():
+    scores = torch.cat([torch.linspace(-27, 0, 5000), torch.tensor([-40.0, -torch.inf])])[None]
+    ours = weights(scores)[0].double() / 2**40
+    np.testing.assert_allclose(ours.numpy(), np.exp(scores[0].double().numpy()), rtol=3e-7, atol=2.0**-39)
+    assert weights(torch.tensor([[1.0, torch.inf, -torch.inf]])).tolist() == [[0, 2**40, 0]]
+
+
+def test_rows_with_truncation_or_bias_are_chosen_at_every_node_at_once(monkeypatch):
+    """No row but that with a penalty needs the tokens of its path."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(draw_kernels, "draw", plain_kernels.draw)
+    each = [
+        {"temperature": 1.0, "top_p": 0.8, "seed": 1},
+        {"temperature": 0.7, "top_k": 3, "min_p": 0.1, "seed": 2},
+        {"logit_bias": {4: 3.0, 9: -torch.inf}},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 3},
+        {},
+    ]
+    settings = [SamplingSettings(**own) for own in each]
+    histories = [[1] * (5 + row) for row in range(5)]
+    rows, depths = torch.arange(5).repeat_interleave(3), torch.tensor([0, 1, 1] * 5)
+    torch.manual_seed(1)
+    logits = torch.randn(15, 50).to(DEVICE)
+    step = SimpleNamespace(rows=rows.to(DEVICE), depths=depths.to(DEVICE), best=logits.argmax(dim=1))
+    together = Sampler(settings, histories, [], 50, torch.device(DEVICE))
+    chosen, is_known = together.choose_everywhere(logits, step)
+    assert is_known == [True, True, True, False, True]
+    for node in (0, 1, 2):
+        plainly = Sampler(settings, histories, [], 50, torch.device(DEVICE))
+        if node:
+            plainly.advance([1] * 5)
+        expected = plainly.choose(logits[node::3], [True] * 5)
+        known = torch.tensor(is_known, device=DEVICE)
+        assert torch.equal(chosen[node::3][known], expected[known])
+
+
+def test_greedy_rows_with_a_bias_are_drawn(monkeypatch):
+    """The highest logit, which the step knows already, is not theirs."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(draw_kernels, "draw", plain_kernels.draw)
+    logits = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 1.0]]).to(DEVICE)
+    rows = torch.arange(2, device=DEVICE)
+    step = SimpleNamespace(rows=rows, depths=torch.zeros_like(rows), best=logits.argmax(dim=1))
+    settings = [SamplingSettings(logit_bias={2: 5.0}), SamplingSettings()]
+    chosen, is_known = Sampler(settings, [[1], [1]], [], 3, torch.device(DEVICE)).choose_everywhere(logits, step)
+    assert chosen.tolist() == [2, 0] and is_known == [True, True]
