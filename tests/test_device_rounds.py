@@ -49,10 +49,10 @@ def plain_ids(model, prompts, monkeypatch, **options):
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_plain_rounds_of_the_device_give_the_same_texts(on_device, monkeypatch, temperature):
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8, "top_k": 9}])
+def test_plain_rounds_of_the_device_give_the_same_texts(on_device, monkeypatch, settings):
     model = tiny_model("llama").to(DEVICE)
-    options = {"max_new_tokens": 9, "temperature": temperature, "seed": 5}
+    options = {"max_new_tokens": 9, "seed": 5, **settings}
     engine = Engine(model, policy="off")
     answers = engine.generate_batch(PROMPTS, each=[{}, {"max_new_tokens": 4}], **options)
     assert [answer.ids for answer in answers] == [

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from graft.hashing import mix64
 from graft.model import Chunk, Row, VerifyOutput
 from graft.model.captures import Event, Run, context_for, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
-from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.runner import outputs_of
 from graft.model.sampler import SamplingSettings
@@ -54,9 +55,22 @@ def needs_host(sequence: TokenSequence) -> bool:
     """Whether the host has a part in the row's choices, or looks at each of its rounds."""
     s: SamplingSettings = sequence.settings
     penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    truncates = s.top_k or s.top_p < 1 or s.min_p
     is_watched = s.logprobs is not None or sequence.is_recorded
-    return bool(penalties or truncates or s.min_tokens or is_watched or sequence.constraint is not None)
+    return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
+
+
+class Choice(IntEnum):
+    """How the tokens of a round are chosen; the highest that a row needs counts for all."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    TRUNCATED = 2
+
+    @classmethod
+    def of(cls, settings: SamplingSettings) -> Choice:
+        if settings.temperature == 0:
+            return cls.GREEDY
+        return cls.TRUNCATED if settings.top_k or settings.top_p < 1 or settings.min_p else cls.SAMPLED
 
 
 @dataclass(eq=False)
@@ -179,8 +193,8 @@ class DeviceRounds:
                 kinds = (
                     [(True, passes) for passes in self._pass_limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 )
-                for is_random, (learns, passes) in itertools.product((False, True), kinds):
-                    self._capture(round, buffers, tables, shape, target.contexts[0], is_random, learns, passes, draft)
+                for choice, (learns, passes) in itertools.product(Choice, kinds):
+                    self._capture(round, buffers, tables, shape, target.contexts[0], choice, learns, passes, draft)
 
     # Launching
 
@@ -191,7 +205,7 @@ class DeviceRounds:
         tables: Tensor,
         shape: RoundShape,
         context: int,
-        is_random: bool,
+        choice: Choice,
         learns: bool,
         num_passes: int,
         draft: int,
@@ -202,8 +216,8 @@ class DeviceRounds:
             partial(self._propose, round, buffers, shape, context, num_passes),
             ("propose", num_passes, *key),
         )
-        finish = partial(self._finish, round, buffers, tables, shape, context, is_random, learns)
-        finish_key = ("finish", is_random, learns, *key)
+        finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
+        finish_key = ("finish", choice, learns, *key)
         if not target.has_captured(finish_key):
             # Warm-up runs before a capture change texts and pages, so they get rows of padding.
             self._load(round, [], [], shape, Plan(shape.tokens, 0, ()))
@@ -239,11 +253,11 @@ class DeviceRounds:
             for sequence, row in zip(batch.sequences, rows, strict=True):
                 if row not in self._known:
                     self._send_text(round, row, sequence.ids)
-            is_random = any(sequence.settings.temperature > 0 for sequence in batch.sequences)
+            choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
             context = context_for(longest, target.contexts)
             propose, finish = self._capture(
-                *(round, buffers, tables, shape, context, is_random, learns, plan.max_passes, draft)
+                *(round, buffers, tables, shape, context, choice, learns, plan.max_passes, draft)
             )
             marks = [_mark(target.device) for _ in range(4)]
             self._load(round, batch.sequences, rows, shape, plan)
@@ -418,17 +432,22 @@ class DeviceRounds:
         tables: Tensor,
         shape: RoundShape,
         context: int,
-        is_random: bool,
+        choice: Choice,
         learns: bool,
     ) -> None:
         size, columns = shape.tokens, buffers.columns
         chosen: Tensor = buffers.step.best[:size]
-        if is_random:
-            inputs, rows = round.inputs, columns[4, :size].long()
-            ends = round.texts.lengths.index_select(0, inputs["table_rows"][: shape.rows + 1])
-            positions = (ends[rows] + columns[3, :size]).long()
-            seeds, temperatures = inputs["seeds"][rows], inputs["temperatures"][rows]
-            chosen = topk_kernels.draw(buffers.logits[:size], seeds, positions, temperatures)
+        if choice is not Choice.GREEDY:
+            inputs, rows = round.inputs, shape.rows + 1
+            ends = round.texts.lengths.index_select(0, inputs["table_rows"][:rows]).long()
+            names = ("temperatures", "top_k", "top_p", "min_p")
+            chosen = torch.zeros(size, dtype=torch.int64, device=round.device)
+            draw_kernels.draw(
+                *(buffers.logits[:size], columns[4, :size], columns[3, :size], inputs["seeds"][:rows], ends),
+                *(inputs[name][:rows] for name in names),
+                chosen,
+                truncates=choice is Choice.TRUNCATED,
+            )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if learns and self.controller is not None:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
