@@ -29,8 +29,9 @@ from transformers.generation.logits_process import (
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
+from graft.model.noise import ComingDraws, gumbel_noise
 from graft.model.overrides import evaluating
-from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.model.sampler import SamplingSettings
 from graft.model.support import check_supported
 from graft.model.verified import Step
 from graft.request.batch import Batch
@@ -288,6 +289,9 @@ class _ProcessorChooser:
 
     def advance(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")
+
+    def coming_draws(self) -> ComingDraws | None:
+        return None
 
     def select(self, rows: SequenceOf[int]) -> _ProcessorChooser:
         return self._with([self._rows[row] for row in rows])

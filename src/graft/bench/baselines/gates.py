@@ -9,6 +9,7 @@ from itertools import compress, islice
 import torch
 from torch import Tensor
 
+from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import Drafter
@@ -54,18 +55,19 @@ def draft_through_gates(
     thresholds: Tensor | None,
     clock: Clock,
     keep: int | None = None,
+    draws: ComingDraws | None = None,
 ) -> Drafted:
     """Adds drafted levels to the candidates, weighed by q itself, until the gates have stopped every row.
 
     Without thresholds no gate stops a row. Of a pass that brings many levels, a row takes those down to its gate.
-    keep: nodes of a level, see `Drafter.passes`.
+    keep, draws: see `Drafter.passes`.
     """
     num_rows = len(batch.sequences)
     passes, depths, stops = [0] * num_rows, [0] * num_rows, [NEVER] * num_rows
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
         gates = () if thresholds is None else GATES
-        for depth, (number, level) in enumerate(_levels(drafter, batch, gates, keep)):
+        for depth, (number, level) in enumerate(_levels(drafter, batch, gates, keep, draws)):
             going = [stop == NEVER for stop in stops]
             candidates.add_level(level, None, DRAFTED, number, 0, going, drafter.num_beams)
             for row in compress(range(num_rows), going):
@@ -82,9 +84,11 @@ def draft_through_gates(
     return Drafted(passes, depths, stops, confidences, batch.max_depth >= drafter.max_depth)
 
 
-def _levels(drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None) -> Iterator[tuple[int, Level]]:
+def _levels(
+    drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None, draws: ComingDraws | None
+) -> Iterator[tuple[int, Level]]:
     """Levels no deeper than the batch's `max_depth`, each with the passes made by then. A pass is made when the first
     of its levels is asked for."""
-    passes = drafter.passes(batch.draft, batch.roots(), keep, gates)
+    passes = drafter.passes(batch.draft, batch.roots(), keep, gates, draws)
     levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))
     return islice(levels, max(batch.max_depth, 0))

@@ -52,7 +52,7 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
     """Sample a token after each token of a step: [T] int64. Temperature 0 takes the highest logit.
 
-    logits [T, V]; seeds, positions (of the sampled tokens) and temperatures [T]. The noise is `sampler.gumbel_noise`.
+    logits [T, V]; seeds, positions (of the sampled tokens) and temperatures [T]. The noise is `noise.gumbel_noise`.
     """
     num_tokens, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)

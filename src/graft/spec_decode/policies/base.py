@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graft.model import KVCache, TargetRunner, VerifyOutput
+from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
@@ -43,6 +44,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+    knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
     _unlearned: tuple[TargetTopK, ...] = ()  # of prefilled prompts
@@ -143,6 +145,11 @@ class Policy(ABC):
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
         """Restore costs from `costs`, made on this machine, so that they need not be measured again."""
+
+    def coming_draws(self, batch: Batch) -> ComingDraws | None:
+        """What the round's tree may know of the rows' coming draws; None: nothing."""
+        is_used = self.knows_draws and (self.drafter is None or self.drafter.knows_draws)
+        return batch.chooser.coming_draws() if is_used else None
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
         """Candidates with the batch's roots alone. Waiting lessons of a plain round are learned first."""
