@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
-import block_heads
-import heads
 import numpy as np
 import pytest
 import torch
 
+import block_heads
+import heads
 from batches import prefill
 from graft import Engine, SamplingSettings
 from graft.model.noise import ComingDraws, RowDraws, gumbel_noise, noise_of_tokens
@@ -106,9 +106,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     engine = Engine(model, drafter=drafter, budget=12)
     batch = open_batch(engine, SamplingSettings(temperature=0.8, seed=21, max_new_tokens=20))
     draws = batch.chooser.coming_draws()
-    known, unknown = (
-        next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None)
-    )
+    known, unknown = (next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None))
     noise = plain_noise(21, len(PROMPT), range(VOCAB))
     q = np.zeros(VOCAB)
     # As the drafter's whole distribution is not to be had here, tokens of both levels are compared in pairs.
@@ -116,7 +114,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     tokens = [token for token in known.tokens[0].tolist() if q[token] > 0]
     assert len(tokens) >= 2
     found = dict(zip(known.tokens[0].tolist(), np.log(known.probabilities[0].numpy()), strict=True))
-    for one, other in zip(tokens, tokens[1:], strict=False):
+    for one, other in pairwise(tokens):
         expected = (np.log(q[one]) - np.log(q[other])) / 0.8 + noise[one] - noise[other]
         assert found[one] - found[other] == pytest.approx(expected, abs=2e-3)
 

@@ -55,6 +55,10 @@ class RowDraws:
             return NOT_SAMPLED
         return 1 + sum(self.temperature > limit for limit in _TEMPERATURES)
 
+    def share_power(self, num_halvings: float) -> float:
+        """How much less likely to be drawn a token is whose probability is halved so many times."""
+        return float(0.5 ** (num_halvings / max(self.temperature, 1e-6))) if self.temperature else 0.0
+
     @property
     def banned(self) -> list[int]:
         """Tokens that are never drawn."""

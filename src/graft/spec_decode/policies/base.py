@@ -154,7 +154,8 @@ class Policy(ABC):
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
         """Candidates with the batch's roots alone. Waiting lessons of a plain round are learned first."""
         self._learn_plain_round()
-        return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
+        ids = [sequence.ids for sequence in batch.sequences]
+        return Candidates(roots, ids, self._salts(batch), self.coming_draws(batch))
 
     def _salts(self, batch: Batch) -> list[int]:
         """By row, the salt of its table entries."""

@@ -68,7 +68,7 @@ class Graft(Policy):
         draws = self.coming_draws(batch)
         with clock("graft"):
             self._learn_plain_round()
-            round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits)
+            round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits, draws=draws)
         assert round is not None
         if self.drafter is not None:
             num_ahead = self.drafter.num_prefetched(batch.draft) if self.grafter.adapts else 0
