@@ -48,6 +48,8 @@ class RowDraws:
     bias: Mapping[int, float] = field(default_factory=dict)  # added to logits; minus infinity: never drawn
     endings: Sequence[int] = ()  # tokens that the next `num_unending` draws cannot give
     num_unending: int = 0
+    # Where the noise is not keyed: E = exp(-g) of all tokens, [V] float32 on the host, by depth. Deeper is unknown.
+    times: Sequence[Tensor] | None = None
 
     @property
     def kind(self) -> int:
@@ -100,6 +102,10 @@ class ComingDraws:
         for number, row in enumerate(self.rows):
             if row is None:
                 continue
+            if row.times is not None:
+                for place, depth in enumerate(depths):
+                    times = row.times[depth - 1].to(device)[ids[number, place]] if depth <= len(row.times) else None
+                    found[number, place] = 0.0 if times is None else -times.log()
             for token, bias in row.bias.items():
                 found[number] += torch.where(ids[number] == token, bias / (row.temperature or 1.0), 0.0)
             for place in (place for place, depth in enumerate(depths) if depth <= row.num_unending):

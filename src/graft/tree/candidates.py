@@ -100,6 +100,12 @@ class _DrawColumns:
         rows = [row or RowDraws(0, 0, 0.0) for row in draws.rows]
         banned, banned_ends = _joined(row.banned for row in rows)
         endings, ending_ends = _joined(row.endings for row in rows)
+        self._times = [[plain(each, torch.float32) for each in row.times or ()] for row in rows]
+        num_depths = max(map(len, self._times))
+        addresses = array("q")
+        for own in self._times:
+            addresses.extend(each.data_ptr() for each in own)
+            addresses.extend([0] * (num_depths - len(own)))
         self._columns = (
             array("q", [row.kind for row in rows]),
             array("q", [row.seed for row in rows]),
@@ -107,8 +113,10 @@ class _DrawColumns:
             array("d", [row.share_power(bucket / 2) for row in rows for bucket in range(_NUM_BUCKETS)]),
             *(banned, banned_ends, endings, ending_ends),
             array("q", [row.num_unending for row in rows]),
+            addresses,
+            array("q", [row.times is None for row in rows]),
         )
-        self._struct = DrawsStruct(*map(address_of, self._columns))
+        self._struct = DrawsStruct(*map(address_of, self._columns), num_depths)
         self.address = ctypes.addressof(self._struct)
 
 

@@ -42,12 +42,19 @@ class PoolStruct(ctypes.Structure):
 class DrawsStruct(ctypes.Structure):
     """What is known of coming draws."""
 
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("kinds", "seeds", "positions", "powers"),
-            *("banned", "banned_ends", "endings", "ending_ends", "num_unending"),
-        )
+    _fields_ = (
+        ("kinds", c_void_p),
+        ("seeds", c_void_p),
+        ("positions", c_void_p),
+        ("powers", c_void_p),
+        ("banned", c_void_p),
+        ("banned_ends", c_void_p),
+        ("endings", c_void_p),
+        ("ending_ends", c_void_p),
+        ("num_unending", c_void_p),
+        ("times", c_void_p),
+        ("is_keyed", c_void_p),
+        ("num_depths", c_int64),
     )
 
 

@@ -30,6 +30,7 @@ class DraftResult:
     tree: DraftTree
     passes: list[int]
     considered: DraftTree | None = None  # the same nodes, then pruned candidates, for the record of a round
+    draws: ComingDraws | None = None  # what the trees were made with
 
     @classmethod
     def without_drafts(cls, tree: DraftTree) -> DraftResult:

@@ -79,7 +79,7 @@ class Graft(Policy):
         with clock("graft"):
             tree = self.grafter.graft(round)
         is_watched = any(sequence.is_recorded for sequence in batch.sequences)
-        return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree)
+        return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree, draws)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         self._drafts_ahead = self.grafter.wants_passes(len(batch.sequences))

@@ -8,6 +8,9 @@ typedef struct {
     const int64_t *banned, *banned_ends;  /* tokens never drawn, row after row; a row's end at banned_ends[row] */
     const int64_t *endings, *ending_ends; /* tokens that the next num_unending[row] draws cannot give */
     const int64_t *num_unending;
+    const float *const *times; /* [num_rows][num_depths] E of all tokens where the noise is not keyed; NULL: keyed */
+    const int64_t *is_keyed;   /* [num_rows] */
+    int64_t num_depths;
 } Draws;
 
 static uint64_t mix64(uint64_t x) {
@@ -42,6 +45,10 @@ static double minus_log(double u) {
 /* The exponential number E = exp(-g) of a token in a row's draw at a depth, with its Gumbel noise g. Among tokens of
    probability p the one with the least E / p^(1/T) is drawn. */
 static double draw_time(const Draws *draws, int64_t row, int64_t depth, int64_t token) {
+    if (!draws->is_keyed[row]) {
+        const float *times = depth <= draws->num_depths ? draws->times[row * draws->num_depths + depth - 1] : NULL;
+        return times != NULL ? times[token] : 0.7; /* unknown: about the median */
+    }
     uint64_t key = mix64(mix64((uint64_t)draws->seeds[row]) + (uint64_t)(draws->positions[row] + depth - 1));
     uint64_t bits = mix64(key + (uint64_t)token * UINT64_C(0x9E3779B97F4A7C15));
     return minus_log(((double)(bits >> 11) + 0.5) * (1.0 / 9007199254740992.0)); /* 2^-53 */
