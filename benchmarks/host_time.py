@@ -37,10 +37,10 @@ from graft.engine.scheduler import Scheduler
 from graft.home import model_folder
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget, Graphs
-from graft.tree.device import walk as walk_kernels
 from graft.model.runner import TargetRunner
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.tree.device import walk as walk_kernels
 from graft.tree.native import native
 
 STEP, STEP_PER_TOKEN, DRAFT, OTHER = 5.3e-3, 8e-6, 0.12e-3, 0.03e-3  # seconds on the device

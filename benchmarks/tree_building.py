@@ -29,10 +29,9 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence, TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.base import TargetTopK
-from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
 from graft.tree.candidates import Level
 
 VOCAB = 49_152

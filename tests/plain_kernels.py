@@ -13,7 +13,8 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.layout import Layout
-from graft.model.sampler import gumbel_noise, truncated
+from graft.model.noise import gumbel_noise
+from graft.model.sampler import truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels

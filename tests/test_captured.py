@@ -38,7 +38,7 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
-from graft.model.sampler import gumbel_noise
+from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk
 from graft.request.stats import Clock
 from graft.tree.tree import DraftTree

@@ -8,7 +8,8 @@ import torch
 from scipy.stats import chisquare
 
 from graft import SamplingSettings
-from graft.model.sampler import Sampler, gumbel_noise, truncated, weights
+from graft.model.noise import gumbel_noise
+from graft.model.sampler import Sampler, truncated, weights
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 

@@ -19,7 +19,8 @@ from transformers import (
 
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import VerifyOutput
-from graft.model.sampler import Sampler, gumbel_noise
+from graft.model.noise import gumbel_noise
+from graft.model.sampler import Sampler
 from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING

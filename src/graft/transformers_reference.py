@@ -25,7 +25,8 @@ from transformers import (
 
 from graft.engine import Engine
 from graft.model import evaluating
-from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.model.noise import gumbel_noise
+from graft.model.sampler import SamplingSettings
 from graft.quiet import quiet_transformers
 
 _NO_TOKEN = -1

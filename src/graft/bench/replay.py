@@ -23,6 +23,7 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.files import replacing
 from graft.model import KVCache, TargetRunner, VerifyOutput
+from graft.model.noise import ComingDraws
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import NUM_SUCCESSORS
 from graft.request.batch import Batch
@@ -181,6 +182,7 @@ class ReplayedDrafter(LevelByLevel):
     """A drafter that proposes the recorded drafts. Its state is a trace and a position in it."""
 
     hidden_layers: tuple[int, ...] = ()
+    knows_draws = False  # its drafts were made before
     num_setups = bytes_per_token = 0
 
     def __init__(self, settings: TreeSettings) -> None:
@@ -203,7 +205,12 @@ class ReplayedDrafter(LevelByLevel):
     def learn(self, state: Any, verified: VerifyOutput, nodes: Any, tokens: Any) -> None: ...
 
     def levels(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         trace, place = state.trace, state.place
         parents, q = trace.parents[place], trace.q[place]

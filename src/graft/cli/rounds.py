@@ -77,6 +77,8 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
     num_nodes, accepted = record.num_verified - 1, set(record.accepted)
     has_tree = num_nodes > 0 or record.num_hidden > 0
     outcome = f"{len(accepted)} of {num_nodes} accepted" if has_tree else "plain decoding, no tree verified"
+    if record.knew_noise:
+        outcome += ", guessed with the random numbers that the sampler was about to use"
     tree = Tree(Text.assemble((title, "bold"), f" after {spell(record.tokens[0])}: {outcome}"), guide_style="dim")
     shown = likeliest(record, _MAX_NODES) | accepted
     branches = {0: tree}

@@ -382,7 +382,8 @@ class Engine:
             try:
                 is_whole = sequence.speculates and sequence.constraint is None
                 considered = draft_result.considered if is_whole else None
-                seen = TreeRow(tree, verified, row, sources, considered, common)
+                knew_noise = draft_result.draws is not None and draft_result.draws.kinds[row] > 0
+                seen = TreeRow(tree, verified, row, sources, considered, common, knew_noise)
                 sequence.stats.draft_passes += passes
                 sequence.extend(tokens, nodes, seen)
             except Exception as error:

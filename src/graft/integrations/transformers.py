@@ -7,7 +7,10 @@ same way as `generate` does, and the generator ends in the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass
@@ -23,14 +26,16 @@ from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
+from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
 from graft.model.overrides import evaluating
-from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.model.sampler import SamplingSettings
 from graft.model.support import check_supported
 from graft.model.verified import Step
 from graft.request.batch import Batch
@@ -55,7 +60,7 @@ _IMAGE_INPUTS = {
 }
 # transformers' own speculation does not change the text, so settings that ask for it are accepted.
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
-_Pick = Callable[[Tensor, int], Tensor]  # a token from its scores [V] and its number in the answer
+_NUM_DRAWN_AHEAD = 16  # steps whose noise is drawn before they are reached
 
 
 @dataclass
@@ -106,7 +111,8 @@ def decode(
     engine = _engine_of(model, policy, draft, budget, datastore, profile, text_tokenizer)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
-    picks = _picks(len(input_ids), input_ids.device, noise if generation_config.do_sample else None)
+    shape = (len(input_ids), engine.target.vocab_size)
+    picks = _picks(*shape, input_ids.device, noise if generation_config.do_sample else None)
     unpadded = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     if has_images:  # their placeholders may be ids that are no tokens
         most = engine.target.vocab_size
@@ -137,46 +143,77 @@ def decode(
     )
 
 
-def _picks(num_rows: int, device: torch.device, noise: str | None) -> list[_Pick]:
-    """For each row, a function that picks a token from its scores. noise: None picks the likeliest."""
+class _Pick(ABC):
+    """How a row's tokens are picked from their scores."""
+
+    @abstractmethod
+    def __call__(self, scores: Tensor, step: int) -> Tensor:
+        """A token from its scores [V] and its number in the answer."""
+
+    def coming_draws(self, step: int, temperature: float) -> RowDraws | None:
+        """What is known of the draws from `step` on; None: they are no draws."""
+        return None
+
+
+def _picks(num_rows: int, vocab_size: int, device: torch.device, noise: str | None) -> list[_Pick]:
+    """How each row's tokens are picked from their scores. noise: None picks the likeliest."""
     if noise is None:
-        return [lambda scores, step: scores.argmax()] * num_rows
+        return [_Likeliest()] * num_rows
     if noise == "torch":
-        draws = _TorchDraws(num_rows, device)
-        return [draws.of_row(row) for row in range(num_rows)]
-    return [_keyed(seed) for seed in torch.randint(2**62, (num_rows,)).tolist()]
+        draws = _TorchDraws(num_rows, vocab_size, device)
+        return [_TorchDraw(draws, row) for row in range(num_rows)]
+    return [_KeyedDraw(seed) for seed in torch.randint(2**62, (num_rows,)).tolist()]
 
 
-def _keyed(seed: int) -> _Pick:
-    def pick(scores: Tensor, step: int) -> Tensor:
-        own, position = (torch.tensor([key], device=scores.device) for key in (seed, step))
+class _Likeliest(_Pick):
+    def __call__(self, scores: Tensor, step: int) -> Tensor:
+        return scores.argmax()
+
+
+class _KeyedDraw(_Pick):
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, scores: Tensor, step: int) -> Tensor:
+        own, position = (torch.tensor([key], device=scores.device) for key in (self._seed, step))
         return (scores + gumbel_noise(own, position, len(scores))[0]).argmax()
 
-    return pick
+    def coming_draws(self, step: int, temperature: float) -> RowDraws:
+        return RowDraws(self._seed, step, temperature)
+
+
+class _TorchDraw(_Pick):
+    def __init__(self, draws: _TorchDraws, row: int) -> None:
+        self._draws, self._row = draws, row
+
+    def __call__(self, scores: Tensor, step: int) -> Tensor:
+        return (scores.softmax(dim=-1) / self._draws.noise(step, scores)[self._row]).argmax()
+
+    def coming_draws(self, step: int, temperature: float) -> RowDraws:
+        return RowDraws(0, step, temperature, times=self._draws.ahead(step, self._row))
 
 
 class _TorchDraws:
     """`torch.multinomial` for all rows once a step, from torch's own generator, though rows reach a step one by one.
 
     torch draws a token as argmax(p / q), with exponential noise q for every row and token, whatever p is. The first row
-    that reaches a step draws q for all rows. The generator's state before that is kept for the later rows.
+    that reaches a step draws q for all rows. The generator's state before that is kept for the later rows. Drafts get
+    the q of coming steps from a generator of the same state, so that torch's own advances as in `generate`.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._num_rows = num_rows
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
         index = device.index if device.index is not None else 0
         self._default = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
         self._replay = torch.Generator(device)
+        self._ahead = torch.Generator(device)
         self._states: list[Tensor] = []  # of torch's generator before each step
         self._last: tuple[int, Tensor] | None = None  # a step and its q [rows, V]
+        self._foreseen: dict[int, Tensor] = {}  # by step, q [rows, V] on the host
+        self._num_foreseen: int | None = None  # the first step that was not foreseen; None: none was
 
-    def of_row(self, row: int) -> _Pick:
-        def pick(scores: Tensor, step: int) -> Tensor:
-            return (scores.softmax(dim=-1) / self._noise(step, scores)[row]).argmax()
-
-        return pick
-
-    def _noise(self, step: int, scores: Tensor) -> Tensor:
+    def noise(self, step: int, scores: Tensor) -> Tensor:
+        """q [rows, V] of a step."""
         if self._last is None or self._last[0] != step:
             generator = self._default
             if step == len(self._states):
@@ -187,6 +224,20 @@ class _TorchDraws:
             q = scores.new_empty(self._num_rows, len(scores)).exponential_(1, generator=generator)
             self._last = (step, q)
         return self._last[1]
+
+    def ahead(self, step: int, row: int) -> list[Tensor]:
+        """A row's q [V] of the steps from `step` on, on the host."""
+        if self._num_foreseen is None:
+            self._ahead.set_state(self._default.get_state())
+            self._num_foreseen = len(self._states)
+        last = step + _NUM_DRAWN_AHEAD
+        for new in range(self._num_foreseen, last):
+            q = torch.empty(self._num_rows, self._vocab_size, device=self._device)
+            self._foreseen[new] = q.exponential_(1, generator=self._ahead).cpu()
+            self._foreseen.pop(new - 8 * _NUM_DRAWN_AHEAD, None)  # no row is so far behind, as a rule
+        self._num_foreseen = max(self._num_foreseen, last)
+        known = (self._foreseen.get(number) for number in range(step, last))
+        return [q[row] for q in itertools.takewhile(lambda q: q is not None, known) if q is not None]
 
 
 class _Prefill:
@@ -255,6 +306,9 @@ class _CriteriaSequence(Sequence):
         self._is_over = bool(self._criteria(self._so_far(self._drawn), cast(torch.FloatTensor, None)).item())
         return token
 
+    def coming_draws(self, temperature: float) -> RowDraws | None:
+        return self._pick.coming_draws(len(self._drawn), temperature)
+
     def _may_end_with(self, tokens: SequenceOf[int]) -> bool:
         return True
 
@@ -274,6 +328,8 @@ class _ProcessorChooser:
     def __init__(self, batch: list[_CriteriaSequence], processors: LogitsProcessorList) -> None:
         self._rows = batch
         self._processors = processors
+        warpers = (each for each in processors if isinstance(each, TemperatureLogitsWarper))
+        self._temperature = math.prod(each.temperature for each in warpers)
 
     def choose(self, logits: Tensor, walking: SequenceOf[bool]) -> Tensor:
         tokens = [
@@ -287,6 +343,10 @@ class _ProcessorChooser:
 
     def advance(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")
+
+    def coming_draws(self) -> ComingDraws | None:
+        rows = [row.coming_draws(self._temperature) for row in self._rows]
+        return ComingDraws(rows) if any(rows) else None
 
     def select(self, rows: SequenceOf[int]) -> _ProcessorChooser:
         return self._with([self._rows[row] for row in rows])

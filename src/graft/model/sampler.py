@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling settings, the keyed noise, and the sampler that applies both.
+"""From logits to tokens: sampling settings, and the sampler that applies them with the keyed noise of `noise`.
 
 The noise of a draw depends on (seed, absolute position, token) alone. So the same seed gives the same text with any
 draft tree and without one. Acceptance is in `spec_decode.acceptance`.
@@ -17,8 +17,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from graft.hashing import GOLDEN, mix64
 from graft.model.grammar import Constraint
+from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
 from graft.model.verified import Step
 from graft.settings import Settings, require
 
@@ -115,19 +115,6 @@ class SamplingSettings(Settings):
                 require(0 <= token < vocab_size, f"{name}: the model has no token {token} (ids go to {vocab_size - 1})")
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64.
-
-    The first 53 bits of mix(mix(mix(seed) + position) + token * GOLDEN) give a number u between 0 and 1. The noise is
-    -log(-log(u)). mix is the finalizer of SplitMix64; all is modulo 2^64.
-    """
-    keys = mix64(mix64(seeds) + positions)
-    tokens = torch.arange(vocab_size, device=keys.device)
-    bits = mix64(keys[:, None] + tokens * GOLDEN)
-    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1), never its ends
-    return -torch.log(-torch.log(uniform))
-
-
 def weights(scores: Tensor) -> Tensor:
     """The exponentials of scores [B, V], as whole numbers in parts of a row's highest: int64, at most 2^WEIGHT_BITS.
 
@@ -183,6 +170,10 @@ class Chooser(Protocol):
         """Advance each row by so many of the tokens that `choose_everywhere` gave."""
         ...
 
+    def coming_draws(self) -> ComingDraws | None:
+        """What is known of the rows' next draws before the target has run; None: nothing, or all rows are greedy."""
+        ...
+
     def select(self, rows: Sequence[int]) -> Self:
         """A chooser of only these rows, in this order."""
         ...
@@ -214,6 +205,7 @@ class Sampler:
         ]
         self._needs_draw = [bool(s.temperature > 0 or s.logit_bias) for s in settings]  # else the highest logit
         self._too_early = [s.min_tokens > 0 for s in settings]  # whether the answer may not end yet
+        self._ends = [(*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids) for s in settings]
         # Values that change with every token are plain numbers on the host.
         self._positions = [len(h) for h in histories]  # of the token to choose
         self._generated = [0] * len(settings)
@@ -236,8 +228,8 @@ class Sampler:
                     self._bias[row, token] = bias
         if any(s.min_tokens for s in settings):
             self._endings = torch.zeros(shape, dtype=torch.bool, device=device)
-            for row, s in enumerate(settings):
-                self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
+            for row, ends in enumerate(self._ends):
+                self._endings[row, list(ends)] = True
 
     def select(self, rows: Sequence[int]) -> Sampler:
         there = copy.copy(self)
@@ -315,6 +307,17 @@ class Sampler:
                 truncates=any(map(_truncates, self._settings)),
             )
         return chosen, is_known
+
+    def coming_draws(self) -> ComingDraws | None:
+        rows = [self._coming_draws_of(row) for row in range(len(self._settings))]
+        return ComingDraws(rows) if any(rows) else None
+
+    def _coming_draws_of(self, row: int) -> RowDraws | None:
+        s, num_unending = self._settings[row], max(self._settings[row].min_tokens - self._generated[row], 0)
+        if s.temperature == 0 and not s.logit_bias and not num_unending:
+            return None
+        assert s.seed is not None
+        return RowDraws(s.seed, self._positions[row], s.temperature, s.logit_bias, self._ends[row], num_unending)
 
     def advance(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]

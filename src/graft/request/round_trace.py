@@ -27,6 +27,7 @@ class RoundRecord:
 
     num_pruned: int = 0  # nodes at the end that were not verified
     num_hidden: int = 0  # nodes that are left out
+    knew_noise: bool = False  # whether the tree was made with the random numbers of the coming draws
 
     @property
     def num_verified(self) -> int:

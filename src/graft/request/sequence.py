@@ -212,13 +212,16 @@ class TreeRow:
         source_names: SequenceOf[str],
         considered: DraftTree | None = None,
         common_sources: Container[str] = (),
+        knew_noise: bool = False,
     ) -> None:
         """verified: needed for log-probabilities alone. considered: the tree, then pruned candidates.
 
-        common_sources: see `Policy`."""
+        common_sources: see `Policy`. knew_noise: see `RoundRecord`.
+        """
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._verified = verified
         self._names, self._common_sources = source_names, common_sources
+        self._knew_noise = knew_noise
 
     @property
     def num_nodes(self) -> int:
@@ -256,6 +259,7 @@ class TreeRow:
             new_tokens=list(new_tokens),
             num_pruned=sum(node > self.num_nodes for node in nodes),
             num_hidden=len(there) - len(nodes),
+            knew_noise=self._knew_noise and len(there) > 1,
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:

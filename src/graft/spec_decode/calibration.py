@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.tree.candidates import AGREED, ALONE, Candidates
 from graft.tree.tree import ROOT
 
@@ -18,22 +19,29 @@ NUM_AGREEMENTS = AGREED + 1
 _NUM_POWERS = 12  # path probabilities are counted by power of two; as in the C code
 _PATH_PRIOR = 8.0  # weight of the prior that path probabilities are right, in accepted nodes
 _PATH_MEMORY = 256.0  # accepted nodes after which old ones fade
+_NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # of the buckets of E = exp(-g); as in the C code
 _MEMORY = 1024.0  # observations after which old ones fade
 
 
 class Calibration:
-    """Acceptance probabilities by (agreement, source, score bucket).
+    """Acceptance probabilities by (kind of row, agreement, source, score bucket).
 
-    It counts how often the parent's path was accepted (tried), and how often the child's token followed (fitted).
+    Greedy rows are one kind, and sampled rows whose noise is known are others, by temperature. It counts how often the
+    parent's path was accepted (tried), and how often the child's token followed (fitted).
     """
 
-    def __init__(self, priors: Sequence[Tensor]) -> None:
-        """priors: probabilities by bucket of each source, in the order of source numbers, from 1 (0 is the root)."""
-        num_buckets = max(len(prior) for prior in priors)
-        prior = torch.ones(NUM_AGREEMENTS, len(priors) + 1, num_buckets)
-        for source, values in enumerate(priors, start=ROOT + 1):
-            prior[:, source, : len(values)] = values
-        self._prior = prior
+    def __init__(self, priors: Sequence[Tensor], sampled_priors: Sequence[Tensor] | None = None) -> None:
+        """priors: probabilities by bucket of each source, in the order of source numbers, from 1 (0 is the root).
+
+        sampled_priors: those of sampled rows, whose sources may have other buckets; None: the same.
+        """
+        sampled_priors = priors if sampled_priors is None else sampled_priors
+        num_buckets = max(len(prior) for prior in (*priors, *sampled_priors))
+        prior = torch.ones(NUM_KINDS, NUM_AGREEMENTS, len(priors) + 1, num_buckets)
+        for kind in range(NUM_KINDS):
+            for source, values in enumerate(priors if kind == NOT_SAMPLED else sampled_priors, start=ROOT + 1):
+                prior[kind, :, source, : len(values)] = values
+        self._prior = prior.flatten(0, 1)
         self._tried = torch.full_like(self._prior, _PRIOR_WEIGHT)
         self._fitted = self._tried * self._prior
         self._probs: Tensor | None = None
@@ -44,7 +52,10 @@ class Calibration:
 
     @property
     def acceptance_probs(self) -> Tensor:
-        """P(accepted | parent accepted), [agreements, sources, buckets]: the same tensor until the next `observe`."""
+        """P(accepted | parent accepted), [kinds * agreements, sources, buckets]; the first kind is greedy.
+
+        It is the same tensor until the next `observe`.
+        """
         if self._probs is None:
             self._probs = self._fitted / self._tried
         return self._probs
@@ -73,32 +84,47 @@ class Calibration:
         self._probs = None
 
 
+def by_noise(prior: Tensor) -> Tensor:
+    """Priors [buckets] of tokens that are drawn with this probability, split by how their noise speaks for them.
+
+    With E = exp(-g) of its noise g, a token of probability p is drawn with probability exp(-E (1 - p) / p). The result
+    [buckets * noises] is its mean over each bucket of E.
+    """
+    rate = (1 / prior.double().clamp(1e-3, 0.999) - 1)[:, None]
+    starts, ends = torch.tensor([0.0, *_NOISE_ENDS]).double(), torch.tensor([*_NOISE_ENDS, torch.inf]).double()
+    # E is exponential: the integral of exp(-E) exp(-rate E) over the bucket, by that of exp(-E).
+    drawn = ((-(1 + rate) * starts).exp() - (-(1 + rate) * ends).exp()) / (1 + rate)
+    return (drawn / ((-starts).exp() - (-ends).exp())).float().flatten()
+
+
 class PathCalibration:
-    """Calibration of path probabilities: accepted / expected nodes, by power of two of the probability.
+    """Calibration of path probabilities: accepted / expected nodes, by kind of row and power of two of the probability.
 
     Products of many estimates are too high, and so is the highest of many products: the less likely a node, the more.
     The order of nodes does not change.
     """
 
     def __init__(self) -> None:
-        self._expected, self._accepted = np.full((2, _NUM_POWERS), _PATH_PRIOR)
-        self.ratios = array("d", [1.0] * _NUM_POWERS)
+        self._expected, self._accepted = np.full((2, NUM_KINDS * _NUM_POWERS), _PATH_PRIOR)
+        self.ratios = array("d", [1.0] * (NUM_KINDS * _NUM_POWERS))  # kind after kind
 
-    def observe(self, paths: Tensor, nodes: Sequence[Sequence[int]]) -> None:
+    def observe(self, paths: Tensor, nodes: Sequence[Sequence[int]], kinds: Sequence[int] | None = None) -> None:
         """Count a round's nodes.
 
         paths: [B, W] path probabilities of the verified trees, 0 for padding. nodes: by row, the accepted ones without
-        the root.
+        the root. kinds: by row; None: all are greedy.
         """
         tree = paths.numpy()
         powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)
         powers[:, 0] = 0
+        if kinds is not None:
+            powers += _NUM_POWERS * np.array(kinds)[:, None]
         weights = tree.astype(np.float64)
         weights[:, 0] = 0.0
-        self._expected += np.bincount(powers.ravel(), weights.ravel(), minlength=_NUM_POWERS)
+        self._expected += np.bincount(powers.ravel(), weights.ravel(), minlength=len(self._expected))
         rows = [row for row, path in enumerate(nodes) for _ in path]
         columns = [node for path in nodes for node in path]
-        self._accepted += np.bincount(powers[rows, columns], minlength=_NUM_POWERS)
+        self._accepted += np.bincount(powers[rows, columns], minlength=len(self._expected))
         fading = np.minimum(_PATH_MEMORY / np.maximum(self._expected, 1e-9), 1.0)
         self._expected *= fading
         self._accepted *= fading
@@ -112,8 +138,10 @@ class PathCalibration:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from `state`; an empty one starts anew."""
-        unknown = torch.full((_NUM_POWERS,), _PATH_PRIOR)
-        counts = (state.get(name, unknown).double().cpu().clone() for name in ("hoped", "came"))
+        unknown = torch.full((NUM_KINDS * _NUM_POWERS,), _PATH_PRIOR).double()
+        counts = [state.get(name, unknown).double().cpu().flatten() for name in ("hoped", "came")]
+        if len(counts[0]) == len(counts[1]) == _NUM_POWERS:  # of a version that counted all rows together
+            counts = [torch.cat([count, unknown[_NUM_POWERS:]]) for count in counts]
         # C code reads exactly this many numbers, so `view` refuses a state of another length.
-        self._expected, self._accepted = (count.view(_NUM_POWERS).numpy() for count in counts)
+        self._expected, self._accepted = (count.clone().view(len(unknown)).numpy() for count in counts)
         self._update()

@@ -25,10 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graft.model.noise import ComingDraws
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, TreeSize
-from graft.spec_decode.calibration import Calibration, PathCalibration
+from graft.spec_decode.calibration import Calibration, PathCalibration, by_noise
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
 from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup, TargetTopK
@@ -70,6 +71,7 @@ class Round:
     size: TreeSize | None = None
     tree: DraftTree | None = None
     paths: Tensor | None = None  # [B, W] path probabilities of the tree's nodes
+    kinds: list[int] | None = None  # of rows, see `ComingDraws`; None: all are greedy
 
     @property
     def num_further(self) -> int:
@@ -110,15 +112,17 @@ class Grafter:
         else:
             self.budget = Budget(step, num_passes, USUAL_PASS_COST)
         # By source number, the drafter first.
-        names, priors = ["root"], []
+        names, priors, sampled_priors = ["root"], [], []
         if num_passes:
             names.append("drafted")
             priors.append(BUCKET_PROBABILITIES)
+            sampled_priors.append(BUCKET_PROBABILITIES)
         for retriever in self.retrievers:
             names.extend(retriever.names)
             priors.extend(retriever.prior)
+            sampled_priors.extend(map(by_noise, retriever.prior) if retriever.splits_by_noise else retriever.prior)
         self.sources = tuple(names)
-        self.calibration, self.path_calibration = Calibration(priors), PathCalibration()
+        self.calibration, self.path_calibration = Calibration(priors, sampled_priors), PathCalibration()
         self._unlearned: _Outcome | None = None  # the last round, not learned from yet
 
     # Decisions
@@ -166,21 +170,23 @@ class Grafter:
         max_depth: int,
         num_prefill_tokens: int = 0,
         is_quick: bool = False,
+        draws: ComingDraws | None = None,
     ) -> Round | None:
         """Begin a round below `roots` [B], the last tokens of `histories`, with copies of earlier text.
 
         None if the round should be plain. caps: by row, the most nodes. num_prefill_tokens: prompt tokens in the same
-        step. is_quick: also with a fixed budget, stop retrieving at twice a row's node budget.
+        step. is_quick: also with a fixed budget, stop retrieving at twice a row's node budget. draws: what is known of
+        the rows' coming draws; the drafter must know it too.
         """
         num_rows, max_nodes = len(histories), self._max_nodes(caps, max_depth, num_prefill_tokens)
         if max_nodes == 0:
             return None
-        candidates = Candidates(
-            roots, [history.ids for history in histories], [self.salt_of(history) for history in histories]
-        )
+        salts = [self.salt_of(history) for history in histories]
+        candidates = Candidates(roots, [history.ids for history in histories], salts, draws)
         if self.adapts or is_quick:
             candidates.most_nodes = max(2 * max_nodes // num_rows, 1)
         round = Round(candidates, histories, caps, max_depth, max_nodes, num_prefill_tokens, [0] * num_rows)
+        round.kinds = draws.kinds if draws is not None else None
         self._retrieve(round, self._copies)
         return round
 
@@ -307,7 +313,7 @@ class Grafter:
         num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
         # A fixed budget does not use it, and a grammar may have pruned the tree.
         if self.adapts and round is not None and round.tree is outcome.tree and round.paths is not None:
-            self.path_calibration.observe(round.paths, accepted.nodes)
+            self.path_calibration.observe(round.paths, accepted.nodes, round.kinds)
         if outcome.is_time_usual:
             self._learn_costs(outcome)
         num_tokens = sum(map(len, accepted.tokens))
@@ -360,14 +366,14 @@ class Grafter:
         self.budget.restart(is_calibrated=bool(state))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
-        """Restore counts source by source: the state may have other sources and buckets."""
+        """Restore counts source by source: the state may have other sources and buckets, and greedy rows alone."""
         self.calibration.restore({})
         new = self.calibration.state()
         for number, name in enumerate(self.sources):
             if name in by_source:
                 for own, known in zip(new.values(), by_source[name], strict=True):
-                    width = min(own.shape[2], known.shape[1])
-                    own[:, number, :width] = known[:, :width]
+                    num_groups, width = (min(sizes) for sizes in zip(own[:, number].shape, known.shape, strict=True))
+                    own[:num_groups, number, :width] = known[:num_groups, :width]
         self.calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:

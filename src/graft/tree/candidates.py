@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Array, byref
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
-from graft.tree.native import AcceptanceProbsStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
+from graft.model.noise import ComingDraws, RowDraws
+from graft.tree.native import AcceptanceProbsStruct, DrawsStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
 from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
@@ -30,6 +31,7 @@ NO_TOKEN = -1  # stands where a text has no earlier token
 # rarely as two random numbers are equal.
 DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
 _CAPACITY = 2048  # nodes that a row has room for at first
+_NUM_BUCKETS = 16  # of probabilities, two per halving; as in the C code
 _INHERITED = -1  # the node needs as many draft passes as its parent
 
 
@@ -91,13 +93,49 @@ class Beside(NamedTuple):
     num_prompt: array[int]  # [B] tokens of the prompt
 
 
+class _DrawColumns:
+    """What is known of coming draws, in memory for C."""
+
+    def __init__(self, draws: ComingDraws) -> None:
+        rows = [row or RowDraws(0, 0, 0.0) for row in draws.rows]
+        banned, banned_ends = _joined(row.banned for row in rows)
+        endings, ending_ends = _joined(row.endings for row in rows)
+        self._times = [[plain(each, torch.float32) for each in row.times or ()] for row in rows]
+        num_depths = max(map(len, self._times))
+        addresses = array("q")
+        for own in self._times:
+            addresses.extend(each.data_ptr() for each in own)
+            addresses.extend([0] * (num_depths - len(own)))
+        self._columns = (
+            array("q", [row.kind for row in rows]),
+            array("q", [row.seed for row in rows]),
+            array("q", [row.position for row in rows]),
+            array("d", [row.share_power(bucket / 2) for row in rows for bucket in range(_NUM_BUCKETS)]),
+            *(banned, banned_ends, endings, ending_ends),
+            array("q", [row.num_unending for row in rows]),
+            addresses,
+            array("q", [row.times is None for row in rows]),
+        )
+        self._struct = DrawsStruct(*map(address_of, self._columns), num_depths)
+        self.address = ctypes.addressof(self._struct)
+
+
+def _joined(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """Several lists one after the other, and where each ends."""
+    numbers, ends = array("q"), array("q")
+    for each in lists:
+        numbers.extend(each)
+        ends.append(len(numbers))
+    return numbers, ends
+
+
 class _Room:
     """Memory for candidates, and the C struct that points to it."""
 
     def __init__(self, fields: Tensor, paths: Tensor) -> None:
         self.fields, self.paths = self.memory = fields, paths
         addresses = (fields.data_ptr(), paths.data_ptr(), None, DEPTH_FACTORS.data_ptr())
-        self.struct = PoolStruct(*paths.shape, 0, 0, *addresses, DEPTH_FACTORS.numel())
+        self.struct = PoolStruct(*paths.shape, 0, 0, *addresses, DEPTH_FACTORS.numel(), None)
         self.ref = byref(self.struct)
 
 
@@ -107,18 +145,29 @@ _SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds, because firs
 class Candidates:
     """The candidate nodes below B roots, a row each.
 
-    Many methods take `Calibration.acceptance_probs`: P(accepted | parent accepted) by agreement, source and bucket.
+    Many methods take `Calibration.acceptance_probs`: P(accepted | parent accepted) by kind of row and agreement, source
+    and bucket.
     """
 
     most_nodes = 1 << 10  # of a row, at which retrieval stops
     _is_alone = False  # whether nobody else has a view of the memory, so that it can be reused
 
-    def __init__(self, roots: Tensor, histories: Sequence[Sequence[int]], salts: Sequence[int] = ()) -> None:
-        """roots [B]: the last tokens of the histories. salts [B]: of the table entries each row uses; empty: shared."""
+    def __init__(
+        self,
+        roots: Tensor,
+        histories: Sequence[Sequence[int]],
+        salts: Sequence[int] = (),
+        draws: ComingDraws | None = None,
+    ) -> None:
+        """roots [B]: the last tokens of the histories. salts [B]: of the table entries each row uses; empty: shared.
+
+        draws: what is known of the coming draws. Tokens that cannot be drawn become padding.
+        """
         library: Any = native()
         self._native = library
         self.num_rows = len(roots)
         self._salts = array("q", salts) if salts else _no_salts(self.num_rows)
+        self._draws = _DrawColumns(draws) if draws is not None else None
         self._probs: tuple[Tensor | None, Any] | None = None
         self._spare = _SPARE
         self._move_into(_room_for(self.num_rows))
@@ -132,6 +181,7 @@ class Candidates:
 
     def _move_into(self, room: _Room) -> None:
         room.struct.salts = address_of(self._salts)
+        room.struct.draws = self._draws.address if self._draws is not None else None
         self._room, self._fields, self._paths = room, room.fields, room.paths
         self._struct = room.struct
         self.ref = room.ref  # for C; `reserve` may replace it
@@ -343,7 +393,7 @@ class Candidates:
         return places
 
     def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
-        """Add to the counts [agreements, sources, buckets] how many proposals were tried, and how many of them fitted.
+        """Add to the counts [kinds * agreements, sources, buckets] how many proposals were tried, and how many fitted.
 
         A proposal is tried if its parent's path was emitted with a token after it, and fits if that token is its own,
         verified or not. Counts above `memory` are scaled down to it, so that old ones fade.

@@ -22,12 +22,16 @@
 
 enum { OK, NO_MEMORY, OUT_OF_RANGE };
 enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
-enum { ALONE, OPPOSED, AGREED };
+enum { ALONE, OPPOSED, AGREED, NUM_AGREEMENTS };
 enum { ROOT = 0, PADDING = -1, INHERITED = -1, NUM_TRUTHS = 12 };
 
 static const float SURE = 0.999f, LEAST = 1e-30f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+enum { NUM_BUCKETS = 16 }; /* of probabilities, two per halving: see `bucket_of` */
+
+#include "native/draws.c"
 
 /* The memory of Python's `Candidates`: the nodes proposed for a round, `width` in each of num_rows rows. */
 typedef struct {
@@ -38,6 +42,7 @@ typedef struct {
     const int64_t *salts;   /* [num_rows] salt of the row's table entries */
     const int64_t *factors; /* [num_factors] hash factors by depth, for the key of a path */
     int64_t num_factors;
+    const Draws *draws; /* NULL: nothing is known of coming draws */
 } Pool;
 
 #include "native/threads.c"

@@ -35,19 +35,39 @@ class PoolStruct(ctypes.Structure):
         ("salts", c_void_p),
         ("factors", c_void_p),
         ("num_factors", c_int64),
+        ("draws", c_void_p),
+    )
+
+
+class DrawsStruct(ctypes.Structure):
+    """What is known of coming draws."""
+
+    _fields_ = (
+        ("kinds", c_void_p),
+        ("seeds", c_void_p),
+        ("positions", c_void_p),
+        ("powers", c_void_p),
+        ("banned", c_void_p),
+        ("banned_ends", c_void_p),
+        ("endings", c_void_p),
+        ("ending_ends", c_void_p),
+        ("num_unending", c_void_p),
+        ("times", c_void_p),
+        ("is_keyed", c_void_p),
+        ("num_depths", c_int64),
     )
 
 
 class AcceptanceProbsStruct(ctypes.Structure):
-    _fields_ = (("values", c_void_p), ("num_sources", c_int64), ("num_buckets", c_int64))
+    _fields_ = (("values", c_void_p), ("num_groups", c_int64), ("num_sources", c_int64), ("num_buckets", c_int64))
 
     @classmethod
     def of(cls, probs: Tensor | None) -> AcceptanceProbsStruct:
-        """probs [..., sources, buckets]: contiguous float32, kept alive by the caller. None: a null pointer."""
+        """probs [groups, sources, buckets]: contiguous float32, kept alive by the caller. None: a null pointer."""
         if probs is None:
             return cls()
         assert probs.is_contiguous() and probs.dtype is torch.float32
-        return cls(probs.data_ptr(), *probs.shape[-2:])
+        return cls(probs.data_ptr(), *probs.shape)
 
 
 class TableStruct(ctypes.Structure):
@@ -92,6 +112,7 @@ class ScaleStruct(ctypes.Structure):
 
 
 _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed as pointers
+    "graft_draw_times": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2],
     "graft_begin": [c_void_p] * 4,
     "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],

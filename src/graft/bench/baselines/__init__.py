@@ -2,14 +2,15 @@
 
 `dense` and `prune` are an EAGLE-3 tree without and with gates. `paper`, `root` and `tail` are the published ways to
 graft on it. `block` and `block-paper` do the same for a chain. `lookup` and `recycle` need no drafter. An ablation,
-`graft-without-...`, is `graft` with one part left out.
+`graft-without-...`, is `graft` with one part left out. `dense-with-noise` and
+`paper-with-noise` know the noise of coming draws, which `graft` does by itself.
 """
 
 from graft.bench.baselines.ablations import ABLATIONS
 from graft.bench.baselines.block import Block, BlockPaper
-from graft.bench.baselines.dense import Dense, Prune
+from graft.bench.baselines.dense import Dense, DenseWithNoise, Prune
 from graft.bench.baselines.lookup import Lookup
-from graft.bench.baselines.paper import Paper, Recycle, Root, Tail
+from graft.bench.baselines.paper import Paper, PaperWithNoise, Recycle, Root, Tail
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, register_policy
 
 BASELINES: dict[str, type[Policy]] = {
@@ -20,6 +21,8 @@ BASELINES: dict[str, type[Policy]] = {
     "root": Root,
     "tail": Tail,
     "paper": Paper,
+    "dense-with-noise": DenseWithNoise,
+    "paper-with-noise": PaperWithNoise,
     "block": Block,
     "block-paper": BlockPaper,
 }

@@ -78,6 +78,12 @@ class WithoutMerging(Grafter):
         return super().best_of(candidates, total, caps)
 
 
+class WithoutNoise(Graft):
+    """`graft` that does not know the noise of coming draws: sampled rows are drafted by probability alone."""
+
+    knows_draws = False
+
+
 def _policy(ablation: type[Grafter]) -> type[Graft]:
     """The policy `graft` with this grafter."""
     return type(ablation.__name__, (Graft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
@@ -95,4 +101,4 @@ ABLATIONS: dict[str, type[Graft]] = {
         ("pruning", WithoutPruning),
         ("merging", WithoutMerging),
     )
-}
+} | {f"{DEFAULT_POLICY}-without-noise": WithoutNoise}

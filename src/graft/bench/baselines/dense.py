@@ -29,7 +29,7 @@ class Dense(Policy):
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
         self.drafted = draft_through_gates(
-            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level
+            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level, self.coming_draws(batch)
         )
         with clock("graft"):
             candidates.merge()
@@ -37,6 +37,12 @@ class Dense(Policy):
 
     def _thresholds(self) -> Tensor | None:
         return None
+
+
+class DenseWithNoise(Dense):
+    """`dense` with drafts that know the noise of coming draws."""
+
+    knows_draws = True
 
 
 class Prune(Dense):

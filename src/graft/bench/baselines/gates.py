@@ -7,6 +7,7 @@ from itertools import compress, islice
 import torch
 from torch import Tensor
 
+from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import Drafter
@@ -52,18 +53,19 @@ def draft_through_gates(
     thresholds: Tensor | None,
     clock: Clock,
     keep: int | None = None,
+    draws: ComingDraws | None = None,
 ) -> Drafted:
     """Add drafted levels to the candidates, with q as probability, until gates have stopped every row.
 
     Without thresholds no gate stops a row. If a pass yields many levels, a row takes those down to its gate.
-    keep: nodes of a level, see `Drafter.passes`.
+    keep, draws: see `Drafter.passes`.
     """
     num_rows = len(batch.sequences)
     passes, depths, stops = [0] * num_rows, [0] * num_rows, [NEVER] * num_rows
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
         gates = () if thresholds is None else GATES
-        for depth, (number, level) in enumerate(_levels(drafter, batch, gates, keep)):
+        for depth, (number, level) in enumerate(_levels(drafter, batch, gates, keep, draws)):
             going = [stop == NEVER for stop in stops]
             candidates.add_level(level, None, DRAFTED, number, 0, going, drafter.num_beams)
             for row in compress(range(num_rows), going):
@@ -80,8 +82,10 @@ def draft_through_gates(
     return Drafted(passes, depths, stops, confidences, batch.max_depth >= drafter.max_depth)
 
 
-def _levels(drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None) -> Iterator[tuple[int, Level]]:
+def _levels(
+    drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None, draws: ComingDraws | None
+) -> Iterator[tuple[int, Level]]:
     """Levels down to the batch's `max_depth`, each with the number of passes so far. Passes are made on demand."""
-    passes = drafter.passes(batch.draft, batch.roots(), keep, gates)
+    passes = drafter.passes(batch.draft, batch.roots(), keep, gates, draws)
     levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))
     return islice(levels, max(batch.max_depth, 0))

@@ -99,7 +99,9 @@ class Paper(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level)
+        drafted = draft_through_gates(
+            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level, self.coming_draws(batch)
+        )
         with clock("graft"):
             stops = self._stops(drafted)
             native.keep_best(candidates, [self._kept[stop] for stop in stops])
@@ -124,6 +126,12 @@ class Paper(Policy):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self.gates.restore(state)
+
+
+class PaperWithNoise(Paper):
+    """`paper` with drafts that know the noise of coming draws; its matrix has ranks alone, and stays as it is."""
+
+    knows_draws = True
 
 
 class Root(Paper):

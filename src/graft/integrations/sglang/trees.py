@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.model.sampler import gumbel_noise, truncated
+from graft.model.noise import gumbel_noise
+from graft.model.sampler import truncated
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.tree.candidates import Level

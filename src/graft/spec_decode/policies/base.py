@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graft.model import KVCache, TargetRunner, VerifyOutput
+from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
@@ -29,6 +30,7 @@ class DraftResult:
     tree: DraftTree
     passes: list[int]
     considered: DraftTree | None = None  # the same nodes, then pruned candidates, for the record of a round
+    draws: ComingDraws | None = None  # what the trees were made with
 
     @classmethod
     def without_drafts(cls, tree: DraftTree) -> DraftResult:
@@ -43,6 +45,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+    knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
     _unlearned: tuple[TargetTopK, ...] = ()  # of prefilled prompts
@@ -144,10 +147,16 @@ class Policy(ABC):
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
         """Restore costs from `costs`, made on this machine, so that they need not be measured again."""
 
+    def coming_draws(self, batch: Batch) -> ComingDraws | None:
+        """What the round's tree may know of the rows' coming draws; None: nothing."""
+        is_used = self.knows_draws and (self.drafter is None or self.drafter.knows_draws)
+        return batch.chooser.coming_draws() if is_used else None
+
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
         """Candidates with the batch's roots alone. Waiting lessons of a plain round are learned first."""
         self._learn_plain_round()
-        return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
+        ids = [sequence.ids for sequence in batch.sequences]
+        return Candidates(roots, ids, self._salts(batch), self.coming_draws(batch))
 
     def _salts(self, batch: Batch) -> list[int]:
         """By row, the salt of its table entries."""

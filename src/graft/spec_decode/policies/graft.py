@@ -36,6 +36,7 @@ class Graft(Policy):
     """Ranks the proposals of the drafter and all retrievers, and verifies the nodes that pay."""
 
     kept_of_a_level = KEPT_OF_A_LEVEL
+    knows_draws = True
     grafter_class: type[Grafter] = Grafter
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
@@ -75,20 +76,21 @@ class Graft(Policy):
         if not self.grafter.may_begin(caps, *limits):
             self._round = None
             return DraftResult.without_drafts(DraftTree.roots(roots))
+        draws = self.coming_draws(batch)
         with clock("graft"):
             self._learn_plain_round()
-            round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits)
+            round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits, draws=draws)
         assert round is not None
         if self.drafter is not None:
             num_ahead = self.drafter.num_prefetched(batch.draft) if self.grafter.adapts else 0
             is_decided, self._drafts_ahead = num_ahead > 0 and self._drafts_ahead, False
-            passes = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level)
+            passes = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level, draws=draws)
             with clock("draft"):
                 self.grafter.draft(round, passes, self.drafter.num_beams, num_ahead, is_decided)
         with clock("graft"):
             tree = self.grafter.graft(round)
         is_watched = any(sequence.is_recorded for sequence in batch.sequences)
-        return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree)
+        return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree, draws)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         self._drafts_ahead = self.grafter.wants_passes(len(batch.sequences))

@@ -58,6 +58,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     A subclass also inherits from the eager drafter of its head, which takes over if nothing can be captured.
     """
 
+    knows_draws = False
     contexts: tuple[int, ...] = CONTEXTS
     max_ahead = 16  # most accepted tokens of a row that the device can process by itself
 

@@ -21,6 +21,7 @@ class DatastoreLookup:
 
     names: tuple[str, ...] = ("datastore",)
     common: tuple[str, ...] = names
+    splits_by_noise = True
     # Measured on held-out source code (docs/datastore.md). High values are lowered: a model is less predictable.
     prior = torch.tensor(
         [

@@ -146,6 +146,11 @@ class DraftHead(nn.Module):
         """Target ids of draft ids."""
         return draft_ids + self.d2t[draft_ids]
 
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocabulary] the target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     def _fitting(self, what: str, weight: Tensor) -> Tensor:
         """The target's weight [vocab, H], detached; a GraftError if its shape differs."""
         rows, width = weight.shape

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
+from graft.model.noise import ComingDraws
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
 
@@ -54,6 +55,7 @@ class Drafter(Protocol):
     """A draft model that proposes trees pass by pass. `state` is what its own `open` returned."""
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; empty if it reads tokens only
+    knows_draws: bool  # whether its `passes` use `draws`
 
     @property
     def max_passes(self) -> int:
@@ -99,13 +101,19 @@ class Drafter(Protocol):
         """Prefill a chunk of one row's prompt. following: the token after each of its tokens."""
 
     def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
 
         keep: nodes to yield of each level, likeliest first; there are then at most so many beams. All nodes, in any
         order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
         stops: passes after which the caller may stop (any if None). The device runs to the next of them by itself.
+        draws: what is known of the coming draws. With it q is the probability that a token is drawn, noise included.
         """
 
     def num_prefetched(self, state: Any) -> int:
@@ -162,6 +170,8 @@ class DrafterOnDevice(Drafter, Protocol):
 class OnDemand:
     """Base of drafters that do nothing ahead: passes run one by one, on demand."""
 
+    knows_draws = True
+
     def num_prefetched(self, state: Any) -> int:
         return 0
 
@@ -199,14 +209,38 @@ class LevelByLevel(ABC):
 
     @abstractmethod
     def levels(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         """`Drafter.passes`, with the one level of each pass."""
 
     def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
-        return ((level,) for level in self.levels(state, roots, keep, stops))
+        return ((level,) for level in self.levels(state, roots, keep, stops, draws))
+
+
+def likeliest(
+    logits: Tensor, topk: int, draws: ComingDraws | None, depth: int, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The places of the `topk` likeliest tokens in a drafter's logits [B, F, V] of one depth, and their q.
+
+    draws: what is known of the coming draws. tokens: [V] the target's ids of the logits; None: they are the places.
+    """
+    if draws is not None:
+        ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
+        logits = draws.perturbed(logits, ids, depth)
+    q, places = logits.softmax(dim=-1).topk(topk, dim=-1)
+    return places, q
 
 
 class BeamSearch:

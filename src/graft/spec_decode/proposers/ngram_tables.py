@@ -25,6 +25,8 @@ _PRIOR_FACTORS = {1: 0.5, 2: 0.7, 3: 0.85}
 class NgramTables:
     """Retriever over successor tables of several n-gram orders."""
 
+    splits_by_noise = False
+
     def __init__(
         self,
         vocab_size: int,

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput, target_for
+from graft.model.noise import ComingDraws
 from graft.settings import require
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -84,6 +85,8 @@ class AlignedState(ModelState[AlignedRow]):
 class OtherTokenizerDrafter(SmallModelDrafter):
     """Drafts with a small model of another vocabulary. `levels` gives its own tokens, `passes` the target's."""
 
+    knows_draws = False  # the noise is that of the target's tokens, and it drafts others
+
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
         self._pair = pair
@@ -150,7 +153,12 @@ class OtherTokenizerDrafter(SmallModelDrafter):
 
     @torch.no_grad()
     def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         for row, root in zip(state.rows, roots.tolist(), strict=True):
             if row.num_ids == row.target.length:

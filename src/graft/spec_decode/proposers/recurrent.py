@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graft.model import KVCache, Row
 from graft.model.attention import RowKeys, Visibility
+from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState
 from graft.tree.candidates import Level
@@ -32,7 +33,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
     """Drafts with a recurrent head, eagerly."""
 
     @abstractmethod
-    def _likeliest(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
         """The `topk` likeliest tokens [B, F, topk] after the head's outputs [B, F, H], and their probabilities."""
 
     @abstractmethod
@@ -49,6 +50,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         roots: Tensor,
         keep: int | None = None,
         stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         self._refresh(state.pool, state.rows)
         batch, device = len(roots), self.device
@@ -60,7 +62,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
         depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
         for depth in count():
-            yield search.level(*self._likeliest(hidden, topk)).to_host()
+            yield search.level(*self._likeliest(hidden, topk, draws, depth + 1)).to_host()
             tokens, origin = search.expand()
             seen = torch.cat([_rows(seen, origin.cpu()), itself], dim=2)
             depths = torch.cat([depths, torch.full((topk,), depth)])

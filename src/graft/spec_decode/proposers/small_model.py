@@ -6,6 +6,7 @@ pages. So pages are shared, copied and released for both models at once.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_for
+from graft.model.noise import ComingDraws
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings, likeliest
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 
@@ -175,24 +177,31 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
 
     @torch.no_grad()
     def levels(
-        self, state: ModelState[Any], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: ModelState[Any],
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         topk = min(self.settings.topk, keep or self.settings.topk)
         search = BeamSearch(len(roots), topk, keep, self.device)
         known = self._known(roots.tolist())
-        likeliest = self._run_roots(state, known, topk)
+        found = self._run_roots(state, known, topk, draws)
         tokens = torch.tensor(known)[:, None]  # [B, N] run so far
         parents = torch.zeros_like(tokens)  # [B, N] their places
         first = 0  # place of the first of the beams expanded last; at first the root
-        while True:
-            yield search.level(*likeliest).to_host()
+        for depth in itertools.count(2):
+            yield search.level(*found).to_host()
             beams, origin = (part.cpu() for part in search.expand())
             parents = torch.cat([parents, first + origin], dim=1)
             first = tokens.shape[1]
             tokens = torch.cat([tokens, beams], dim=1)
-            likeliest = self._run_beams(state, tokens, parents, first, topk)
+            found = self._run_beams(state, tokens, parents, first, topk, draws, depth)
 
-    def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+    def _run_roots(
+        self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
+    ) -> tuple[Tensor, Tensor]:
         """Read pending tokens and run the roots, in one step: the likeliest tokens after the roots, [B, 1, topk]."""
         found = []
         counts = [len(row.pending) + 1 for row in state.rows]
@@ -201,16 +210,27 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
             ends = [roots[number] for number in group]
             chunks = [Chunk(row.own, [*self._known(row.pending), root]) for row, root in zip(rows, ends, strict=True)]
             _, read = state.runner.step(None, None, chunks)
-            found.append(self._likeliest(read[0].logits, torch.stack([part.index[0, -1:] for part in read]), topk))
+            logits = self._logits(read[0].logits, torch.stack([part.index[0, -1:] for part in read]))
+            found.append(likeliest(logits, topk, draws and draws.select(group), 1))
             for row, root in zip(rows, ends, strict=True):
                 row.own.length -= 1  # the root is run, but not committed yet
                 row.pending, row.tokens, row.parents = [], [root], [0]
         return _joined(found)
 
     def _run_beams(
-        self, state: ModelState[Any], tokens: Tensor, parents: Tensor, first: int, topk: int
+        self,
+        state: ModelState[Any],
+        tokens: Tensor,
+        parents: Tensor,
+        first: int,
+        topk: int,
+        draws: ComingDraws | None,
+        depth: int,
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes from `first` on of drafted trees [B, N]: the likeliest tokens after them, [B, N - first, topk]."""
+        """Run nodes from `first` on of drafted trees [B, N]: the likeliest tokens after them, [B, N - first, topk].
+
+        depth: of these tokens.
+        """
         found, runner = [], state.runner
         for group in _groups([tokens.shape[1]] * len(tokens)):
             own = tokens[group]
@@ -218,7 +238,8 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
             tree = DraftTree(own.shape[1] - 1, own, parents[group], *rest)
             cache = runner.cache_of([state.rows[number].own for number in group])
             verified = runner.verify(cache, tree, num_already_run=first)
-            found.append(self._likeliest(verified.logits, verified.index[:, first:], topk))
+            logits = self._logits(verified.logits, verified.index[:, first:])
+            found.append(likeliest(logits, topk, draws and draws.select(group), depth))
         for row, *run in zip(state.rows, tokens.tolist(), parents.tolist(), strict=True):
             row.tokens, row.parents = run
         return _joined(found)
@@ -237,11 +258,9 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
         """Tokens as it reads them: one beyond its vocabulary is read as token 0."""
         return [token if token < self._num_known else 0 for token in tokens]
 
-    def _likeliest(self, logits: Tensor, index: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens [B, F, topk] by logits [T, V] at `index` [B, F], and their probabilities."""
-        own = logits[index.to(logits.device), : self._num_drafted]
-        q, tokens = own.softmax(dim=-1).topk(topk, dim=-1)
-        return tokens, q
+    def _logits(self, logits: Tensor, index: Tensor) -> Tensor:
+        """A step's logits [T, V] at `index` [B, F], of the tokens that may be drafted."""
+        return logits[index.to(logits.device), : self._num_drafted]
 
 
 def _groups(counts: Sequence[int]) -> Iterator[list[int]]:

@@ -116,6 +116,7 @@ class SuffixLookup:
     """Retriever of what followed the longest matches, first in the text itself, then in other texts."""
 
     names: tuple[str, ...] = ("suffix", "past")
+    splits_by_noise = True
     # Longer matches are likelier to be accepted, and so are tokens that all occurrences agree on.
     prior = torch.tensor(
         [[(0.35 + 0.6 * i / 7) * agreed for i in range(len(_MATCHES)) for agreed in (0.25, 0.5, 0.75, 1.0)]] * 2

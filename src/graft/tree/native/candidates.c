@@ -1,8 +1,9 @@
 /* Candidates: adding, finding, merging and counting nodes. */
 
-/* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
+/* P(accepted | parent accepted), [kinds of rows][agreements][num_sources][num_buckets] */
 typedef struct {
     const float *values;
+    int64_t num_groups; /* kinds times agreements */
     int64_t num_sources, num_buckets;
 } AcceptanceProbs;
 
@@ -10,6 +11,8 @@ typedef struct {
 typedef struct {
     int64_t *fields[AGREEMENT + 1];
     float *paths;
+    int64_t number, kind;
+    const Draws *draws; /* NULL: nothing is known of its coming draws */
 } Row;
 
 static Row row_of(const Pool *pool, int64_t row) {
@@ -17,6 +20,9 @@ static Row row_of(const Pool *pool, int64_t row) {
     for (int field = 0; field <= AGREEMENT; field++)
         found.fields[field] = pool->fields + (field * pool->num_rows + row) * pool->capacity;
     found.paths = pool->paths + row * pool->capacity;
+    found.number = row;
+    found.draws = pool->draws;
+    found.kind = pool->draws != NULL ? pool->draws->kinds[row] : 0;
     return found;
 }
 
@@ -27,11 +33,21 @@ static int64_t step_key(int64_t token, int64_t factor) {
 static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
 static int find_prob(
-    const AcceptanceProbs *probs, int64_t agreement, int64_t source, int64_t score_bucket, float *prob) {
-    if (source < 0 || source >= probs->num_sources || score_bucket < 0 || score_bucket >= probs->num_buckets)
+    const AcceptanceProbs *probs, const Row *row, int64_t agreement, int64_t source, int64_t score_bucket,
+    float *prob) {
+    int64_t group = row->kind * NUM_AGREEMENTS + agreement;
+    if (source < 0 || source >= probs->num_sources || score_bucket < 0 || score_bucket >= probs->num_buckets ||
+        group >= probs->num_groups)
         return OUT_OF_RANGE;
-    *prob = probs->values[(agreement * probs->num_sources + source) * probs->num_buckets + score_bucket];
+    *prob = probs->values[(group * probs->num_sources + source) * probs->num_buckets + score_bucket];
     return OK;
+}
+
+/* The score bucket of a copied token below `parent`. In a sampled row it says, too, how its noise speaks for it. */
+static int64_t copied_bucket(const Row *row, int64_t parent, int64_t token, int64_t score_bucket) {
+    if (row->kind == 0) return score_bucket;
+    double time = draw_time(row->draws, row->number, row->fields[DEPTH][parent] + 1, token);
+    return score_bucket * NUM_NOISES + noise_bucket_of(time);
 }
 
 static float path_of(float above, float prob) {
@@ -40,8 +56,6 @@ static float path_of(float above, float prob) {
 }
 
 /* Buckets of probabilities, two per halving: bucket b starts at 2^(-b/2) and goes down to the start of the next one. */
-enum { NUM_BUCKETS = 16 };
-
 static int64_t bucket_of(double probability) {
 #define HALF 0.70710678118654752440 /* half a halving: 2^(-1/2) */
     static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
@@ -81,7 +95,7 @@ static int add_node(
     fields[SOURCE][node] = source;
     fields[SCORE_BUCKET][node] = score_bucket;
     fields[AGREEMENT][node] = ALONE;
-    row->paths[node] = path_of(row->paths[parent], prob);
+    row->paths[node] = can_be_drawn(row->draws, row->number, depth, token) ? path_of(row->paths[parent], prob) : 0.0f;
     if (depth > pool->deepest) pool->deepest = depth;
     return OK;
 }
@@ -132,7 +146,11 @@ int graft_add_rows(
             const int64_t *at = columns + r * count + i;
             int64_t source = at[2 * size], score_bucket = at[3 * size];
             float prob = 0.0f;
-            int failed = i < counts[r] ? find_prob(probs, ALONE, source, score_bucket, &prob) : OK;
+            int failed = at[size] < 0 || at[size] >= pool->width + i ? OUT_OF_RANGE : OK;
+            if (!failed && i < counts[r]) {
+                score_bucket = copied_bucket(&row, at[size], at[0], score_bucket);
+                failed = find_prob(probs, &row, ALONE, source, score_bucket, &prob);
+            }
             if (!failed)
                 failed = add_node(
                     pool, &row, pool->width + i, at[0], at[size], prob, source, score_bucket, INHERITED);
@@ -168,7 +186,7 @@ static void add_level(Part *part) {
             int going = level->going[r] && prob > 0.0f;
             int64_t score_bucket = probs->values == NULL ? 0 : bucket_of(prob);
             if (probs->values != NULL)
-                part->failed = find_prob(probs, ALONE, level->source, score_bucket, &prob);
+                part->failed = find_prob(probs, &row, ALONE, level->source, score_bucket, &prob);
             if (!part->failed)
                 part->failed = add_node(
                     pool, &row, node, level->tokens[at], parent, going ? prob : 0.0f, level->source,
@@ -265,7 +283,7 @@ static void merge(Part *part) {
             else if (has_drafted_child[parents[i]] && sources[i] != drafted)
                 agreement[i] = OPPOSED;
             if (i == 0 || !(paths[i] > 0)) continue;
-            part->failed = find_prob(probs, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &prob);
+            part->failed = find_prob(probs, &row, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &prob);
             if (!part->failed) paths[i] = path_of(paths[parents[i]], prob);
         }
     }
@@ -331,12 +349,12 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Counts nodes by agreement, source and score bucket. tried: nodes whose parent's path was emitted with another token
+/* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's path was emitted with another token
    after it. fitted: those of them that are this token. emitted: the rows' new tokens, one row after the other. Counts
    above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
-    int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
+    int64_t num_groups, int64_t num_sources, int64_t num_buckets, float memory) {
     enum { FOLLOWED = 1, FITTED = 2 };
     uint8_t *outcome = malloc((size_t)pool->width); /* by node: FOLLOWED, FITTED */
     int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of the emitted path, by depth */
@@ -354,19 +372,19 @@ int graft_count(
         }
         for (int64_t i = 1; i < pool->width && !failed; i++) {
             int64_t source = row.fields[SOURCE][i], score_bucket = row.fields[SCORE_BUCKET][i];
-            int64_t agreement = row.fields[AGREEMENT][i];
+            int64_t group = row.kind * NUM_AGREEMENTS + row.fields[AGREEMENT][i];
             if (!(outcome[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
-            if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 ||
+            if (group >= num_groups || source >= num_sources || score_bucket < 0 ||
                 score_bucket >= num_buckets) {
                 failed = OUT_OF_RANGE;
                 break;
             }
-            int64_t cell = (agreement * num_sources + source) * num_buckets + score_bucket;
+            int64_t cell = (group * num_sources + source) * num_buckets + score_bucket;
             tried[cell] += 1.0f;
             if (outcome[i] & FITTED) fitted[cell] += 1.0f;
         }
     }
-    for (int64_t cell = 0; cell < num_agreements * num_sources * num_buckets && !failed; cell++) {
+    for (int64_t cell = 0; cell < num_groups * num_sources * num_buckets && !failed; cell++) {
         float fade = memory / tried[cell];
         if (!(fade < 1.0f)) continue;
         tried[cell] *= fade;

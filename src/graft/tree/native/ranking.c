@@ -87,7 +87,8 @@ static int64_t rank_all(
     while (num_ranked < ranking->total && heap.size > 0) {
         int64_t r = heap.rows[0];
         int64_t node = ranking->nodes[r * ranking->stride + heap.taken[r]++];
-        sum += expected(pool->paths[r * pool->capacity + node], truths);
+        const double *own = truths == NULL || pool->draws == NULL ? truths : truths + pool->draws->kinds[r] * NUM_TRUTHS;
+        sum += expected(pool->paths[r * pool->capacity + node], own);
         if (rows != NULL) rows[num_ranked] = r;
         gains[num_ranked++] = sum;
         if (heap.taken[r] == ranking->counts[r]) heap.rows[0] = heap.rows[--heap.size];

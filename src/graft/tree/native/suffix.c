@@ -296,12 +296,12 @@ static int attach_copies(
     if (node + subtree->count > pool->capacity) return failed;
     for (int64_t i = 0; i < subtree->count && !failed; i++) {
         int64_t parent = subtree->parents[i] ? node + subtree->parents[i] - 1 : place;
+        int64_t source = subtree->sources[i], token = subtree->tokens[i];
+        int64_t score_bucket = copied_bucket(row, parent, token, subtree->score_bucket[i]);
         float prob;
-        failed = find_prob(probs, ALONE, subtree->sources[i], subtree->score_bucket[i], &prob);
+        failed = find_prob(probs, row, ALONE, source, score_bucket, &prob);
         if (!failed)
-            failed = add_node(
-                pool, row, node + i, subtree->tokens[i], parent, prob, subtree->sources[i], subtree->score_bucket[i],
-                INHERITED);
+            failed = add_node(pool, row, node + i, token, parent, prob, source, score_bucket, INHERITED);
     }
     return failed;
 }

@@ -151,10 +151,30 @@ typedef struct {
     int64_t first, num_waves, beam, max_depth;
 } Following;
 
+/* The score buckets of a node's successors. In a sampled row they are those of the probability that each is drawn, by
+   its own probability and its noise; otherwise those of its probability alone. */
+static void successor_buckets(
+    const Row *row, int64_t parent, int64_t num_successors, const int32_t *entries, int64_t *score_buckets) {
+    double weights[MAX_SUCCESSORS], total = 0.0;
+    int64_t depth = row->fields[DEPTH][parent] + 1;
+    for (int64_t s = 0; s < num_successors; s++) {
+        weights[s] = 0.0;
+        score_buckets[s] = entries[s] >= 0 ? entries[s] % NUM_BUCKETS : NUM_BUCKETS - 1;
+        if (row->kind == 0 || entries[s] < 0) continue;
+        int64_t token = entries[s] / NUM_BUCKETS, below = score_buckets[s] - score_buckets[0];
+        if (below < 0 || !can_be_drawn(row->draws, row->number, depth, token)) continue;
+        double power = row->draws->powers[row->number * NUM_BUCKETS + below];
+        weights[s] = power / draw_time(row->draws, row->number, depth, token);
+        total += weights[s];
+    }
+    for (int64_t s = 0; s < num_successors && row->kind != 0 && total > 0; s++)
+        if (entries[s] >= 0) score_buckets[s] = bucket_of(weights[s] / total);
+}
+
 static void follow(Part *part) {
     const Following *given = part->arguments;
     Pool *pool = &part->pool;
-    int64_t width, num_successors = given->tables[0].num_successors;
+    int64_t width, num_successors = given->tables[0].num_successors, score_buckets[MAX_SUCCESSORS];
     int64_t *best = malloc((size_t)(given->beam + 1) * sizeof(int64_t));
     float *open = malloc((size_t)pool->capacity * sizeof(float)); /* path probabilities of nodes not yet looked up */
     if (best == NULL || open == NULL) part->failed = NO_MEMORY;
@@ -172,14 +192,15 @@ static void follow(Part *part) {
                 const int32_t *entries =
                     longest_known(given->tables, given->num_tables, &row, best[b], pool->salts[r], &number);
                 if (!(open[best[b]] > 0)) entries = NULL; /* fewer nodes than the beam were open */
+                if (entries != NULL) successor_buckets(&row, best[b], num_successors, entries, score_buckets);
                 for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
                     int32_t entry = entries != NULL ? entries[s] : -1;
                     int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
                     float prob = 0.0f;
                     if (entry >= 0) {
                         token = entry / NUM_BUCKETS;
-                        score_bucket = entry % NUM_BUCKETS;
-                        part->failed = find_prob(given->probs, ALONE, source, score_bucket, &prob);
+                        score_bucket = score_buckets[s];
+                        part->failed = find_prob(given->probs, &row, ALONE, source, score_bucket, &prob);
                     }
                     if (!part->failed)
                         part->failed =
@@ -199,6 +220,7 @@ int graft_follow(
     Pool *pool, const Table *tables, int64_t num_tables, const AcceptanceProbs *probs, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
     Following given = {tables, num_tables, probs, first, num_waves, beam, max_depth};
+    if (tables[0].num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
     int64_t num_added = 0;
     int failed = share_work(pool, follow, &given, &num_added);
     if (!failed) pool->width += num_added;

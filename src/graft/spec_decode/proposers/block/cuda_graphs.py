@@ -20,6 +20,7 @@ from graft.model.kernels import gate
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout, bidirectional_columns
+from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
@@ -97,10 +98,15 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         self._table_sizes: dict[bool, tuple[int, int]] = {}  # by `Shape.is_chain`
 
     def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         if not isinstance(state, CapturedState):
-            yield from super().passes(state, roots, keep, stops)
+            yield from super().passes(state, roots, keep, stops, draws)
             return
         with self._captures.lock, state.pool.lock:
             for row, root in zip(state.rows, roots.tolist(), strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row
 from graft.model.attention import RowKeys, attend
+from graft.model.noise import ComingDraws
 from graft.settings import Settings, check_size
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
@@ -57,13 +58,15 @@ def table_of(
     settings: BlockTreeSettings,
     is_chain: bool = False,
     ranking: Ranking = PLAIN,
+    draws: ComingDraws | None = None,
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] after roots [B]."""
     if is_chain:
-        return chain_table(head, hidden, roots, settings.shortlist, ranking)
+        return chain_table(head, hidden, roots, settings.shortlist, ranking, draws)
     if head.config.has_conditionals:
-        return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist, ranking)
-    return marginal_table(head, hidden, settings.nodes, ranking)
+        shape = (settings.width, settings.children, settings.shortlist)
+        return conditional_table(head, hidden, roots, *shape, ranking, draws)
+    return marginal_table(head, hidden, settings.nodes, ranking, draws)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):
@@ -97,11 +100,17 @@ class BlockDrafter(EagerDrafter[DraftRow]):
 
     @torch.no_grad()
     def passes(
-        self, state: EagerState[DraftRow], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: EagerState[DraftRow],
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
-        table = table_of(self.head, self._block(state, roots), roots, self.settings, keep == 1)
+        hidden = self._block(state, roots)
+        table = table_of(self.head, hidden, roots, self.settings, keep == 1, draws=draws)
         yield self._levels(table.to_host(), keep == 1)
 
     def _levels(self, table: Table, is_chain: bool) -> list[Level]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.tree.candidates import Level
 from graft.tree.native import native, plain
@@ -59,26 +60,38 @@ def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
 PLAIN = Ranking(highest, children)
 
 
-def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
+def marginal_table(
+    head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN, draws: ComingDraws | None = None
+) -> Table:
     """One entry a slot: its `width` likeliest tokens, independent of the token before. hidden: [B, K, H]."""
-    ids, best, total = _highest(head, hidden, width, ranking)
+    ids, best, total = _highest(head, hidden, width, ranking, draws)
     return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
 
 
-def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, shortlist: int, ranking: Ranking = PLAIN) -> Table:
+def chain_table(
+    head: BlockHead,
+    hidden: Tensor,
+    roots: Tensor,
+    shortlist: int,
+    ranking: Ranking = PLAIN,
+    draws: ComingDraws | None = None,
+) -> Table:
     """One entry a slot: its likeliest token after that of the slot before. hidden: [B, K, H]. roots: [B].
 
     Made slot by slot: in a table for trees, chains would often end at a token without children. As there, tokens come
     from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
     """
     if not head.config.has_conditionals:
-        return marginal_table(head, hidden, 1, ranking)
-    ids, _, _ = _highest(head, hidden, shortlist, ranking)  # [B, K, S]
+        return marginal_table(head, hidden, 1, ranking, draws)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking, draws)  # [B, K, S]
     chain, probabilities = [roots], []
     for slot in range(hidden.shape[1]):
         first = 0 if head.config.markov == "rnn" else slot  # a recurrent head needs all slots before
         parents, slots = torch.stack(chain[first:], dim=1)[..., None], slice(first, slot + 1)
         logits = head.conditionals(hidden[:, slots], parents, ids[:, slots])[:, -1, 0]  # [B, S]
+        if draws is not None:
+            noise = draws.noise(head.to_target(ids[:, slot : slot + 1]), [slot + 1], logits.device)
+            logits = draws.added(logits.float(), noise[:, 0])
         places, best, total = ranking.highest(logits, 1)
         chain.append(head.to_target(ids[:, slot].gather(1, places.long())[:, 0]))
         probabilities.append((best[:, 0] - total).exp())
@@ -93,24 +106,33 @@ def conditional_table(
     children: int,
     shortlist: int,
     ranking: Ranking = PLAIN,
+    draws: ComingDraws | None = None,
 ) -> Table:
     """An entry for each of the `width` likeliest tokens of a slot: the likeliest `children` of the next slot.
 
     hidden: [B, K, H]. roots: [B]. Children come from a slot's `shortlist` likeliest tokens by its marginals, over which
     probabilities are normalised: other logits are not computed.
     """
-    ids, _, _ = _highest(head, hidden, shortlist, ranking)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking, draws)
     candidates = head.to_target(ids)  # [B, K, S]
     num_candidates = candidates.shape[-1]
     after_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
     parents = torch.cat([after_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
+    if draws is not None:
+        noise = draws.noise(candidates, range(1, hidden.shape[1] + 1), logits.device)
+        logits = draws.added(logits.float(), noise[:, :, None])
     return ranking.children(logits, candidates, min(children, num_candidates))
 
 
-def _highest(head: BlockHead, hidden: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+def _highest(
+    head: BlockHead, hidden: Tensor, k: int, ranking: Ranking, draws: ComingDraws | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k marginals of slots with hidden states [B, K, H]: draft ids, logits [B, K, k] and the logsumexp [B, K]."""
     logits = head.marginals(hidden)  # [B, K, vocab]
+    if draws is not None:  # slot i gives the token of depth i + 1
+        noise = draws.noise(head.target_ids, range(1, hidden.shape[1] + 1), logits.device)
+        logits = draws.added(logits.float(), noise)
     ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
     shape = hidden.shape[:2]
     return ids.long().unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)

@@ -18,6 +18,7 @@ from graft.model.captures import pinned_zeros
 from graft.model.kernels import gate
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
+from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
@@ -107,10 +108,15 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         self._stops: Sequence[int] | None = None  # of the last call of `levels`
 
     def levels(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self,
+        state: Any,
+        roots: Tensor,
+        keep: int | None = None,
+        stops: Sequence[int] | None = None,
+        draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         if not isinstance(state, CapturedState):
-            yield from super().levels(state, roots, keep, stops)
+            yield from super().levels(state, roots, keep, stops, draws)
             return
         self._stops = stops
         last = self.settings.depth

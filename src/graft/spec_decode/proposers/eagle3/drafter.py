@@ -9,8 +9,9 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool
 from graft.model.attention import RowKeys, Scores, Visibility
+from graft.model.noise import ComingDraws
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
 from graft.spec_decode.proposers.eager import PendingEntries
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
@@ -29,8 +30,9 @@ class Eagle3Drafter(RecurrentDrafter):
         most = config.draft_vocab_size
         require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
-    def _likeliest(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        q, draft_ids = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)
+    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
+        logits = self.head.logits(hidden).float()
+        draft_ids, q = likeliest(logits, topk, draws, depth, self.head.target_ids)
         return self.head.to_target(draft_ids), q
 
     def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:

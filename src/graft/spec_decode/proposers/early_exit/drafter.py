@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
+from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.early_exit.runner import FirstLayersRunner
 from graft.spec_decode.proposers.early_exit.split import SplitModel, first_layers
@@ -72,6 +73,8 @@ class EarlyExitDrafter(SmallModelDrafter):
         for row in state.rows:  # accepted tokens are in the target's cache
             row.drop_drafts()
 
-    def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+    def _run_roots(
+        self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
+    ) -> tuple[Tensor, Tensor]:
         tokens = torch.tensor(roots)[:, None]
-        return self._run_beams(state, tokens, torch.zeros_like(tokens), 0, topk)
+        return self._run_beams(state, tokens, torch.zeros_like(tokens), 0, topk, draws, depth=1)

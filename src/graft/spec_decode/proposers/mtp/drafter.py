@@ -13,8 +13,9 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool
 from graft.model.attention import RowKeys, Visibility
+from graft.model.noise import ComingDraws
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
 from graft.spec_decode.proposers.eager import PendingEntries
 from graft.spec_decode.proposers.mtp.head import MtpHead
 from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
@@ -30,9 +31,8 @@ class MtpDrafter(RecurrentDrafter):
         topk, most = self.settings.topk, head.vocab_size
         require(topk <= most, f"topk is {topk}, but the head drafts from {most} tokens")
 
-    def _likeliest(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        q, tokens = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)
-        return tokens, q
+    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
+        return likeliest(self.head.logits(hidden).float(), topk, draws, depth)
 
     def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
         pending = PendingEntries(rows)

@@ -1,0 +1,372 @@
+"""Drafts that know the noise of coming draws: what they propose, and that the text stays that of plain decoding."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy.stats import chisquare
+
+import block_heads
+import graft.tree.candidates as candidates_module
+import heads
+from batches import prefill
+from graft import Engine, SamplingSettings
+from graft.cli.rounds import drawn
+from graft.model.noise import ComingDraws, RowDraws, gumbel_noise, noise_of_tokens
+from graft.spec_decode.acceptance import paths
+from graft.spec_decode.calibration import Calibration, by_noise
+from graft.spec_decode.cost_model import UnitCost
+from graft.spec_decode.grafter import Grafter, Text
+from graft.spec_decode.policies import PolicySettings
+from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.block.drafter import BlockDrafter
+from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
+from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.tree.candidates import Candidates, Level
+from graft.tree.native import native
+from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5]
+TREE = TreeSettings(depth=3, topk=8, total_token=16)
+MASK = (1 << 64) - 1
+
+
+def make_drafter(name, model):
+    if name == "eagle3":
+        return Eagle3Drafter(heads.make_head(model), TREE)
+    if name == "small model":
+        return SmallModelDrafter(tiny_model(seed=1), VOCAB, TREE)
+    if name == "early exit":
+        return EarlyExitDrafter(model, 1, TREE)
+    return BlockDrafter(block_heads.make_head(model, **block_heads.HEADS[name]))
+
+
+DRAFTERS = ("eagle3", "marginal", "conditional", "markov", "small model", "early exit")
+
+
+# The noise
+
+
+def plain_mix(x):
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
+    return x ^ x >> 31
+
+
+def plain_noise(seed, position, tokens):
+    """The noise by its definition, in whole numbers and NumPy."""
+    key = plain_mix((plain_mix(seed & MASK) + position) & MASK)
+    bits = [plain_mix((key + token * 0x9E3779B97F4A7C15) & MASK) >> 11 for token in tokens]
+    return -np.log(-np.log((np.array(bits, dtype=np.float64) + 0.5) * 2.0**-53))
+
+
+def test_the_noise_of_a_few_tokens_is_the_same_bits_as_that_of_the_vocabulary():
+    seeds, positions = torch.tensor([5, -7, 2**61]), torch.tensor([0, 12, 900])
+    everything = gumbel_noise(seeds, positions, 5000)
+    few = torch.tensor([0, 3, 4999, 3, 2048])
+    assert torch.equal(noise_of_tokens(seeds, positions, few), everything[:, few])
+    own = torch.tensor([[1, 2], [4000, 0], [77, 4999]])
+    assert torch.equal(noise_of_tokens(seeds, positions, own), everything.gather(1, own))
+
+
+# The ranking of drafts
+
+
+def test_drafted_tokens_are_ranked_by_log_q_over_temperature_and_noise():
+    generator = np.random.default_rng(3)
+    logits = generator.normal(0, 3, (2, 4, 30)).astype(np.float32)
+    tokens = np.sort(generator.choice(500, 30, replace=False))
+    rows = [RowDraws(seed=11, position=40, temperature=0.7), RowDraws(seed=12, position=7, temperature=1.3)]
+    places, q = likeliest(torch.from_numpy(logits), 5, ComingDraws(rows), 3, torch.from_numpy(tokens))
+    for row, own in enumerate(rows):
+        noise = plain_noise(own.seed, own.position + 2, tokens.tolist())  # depth 3 is two draws after the next
+        for beam in range(4):
+            scores = logits[row, beam].astype(np.float64) / own.temperature
+            scores = scores - np.log(np.exp(scores).sum()) + noise
+            order = np.argsort(-scores)[:5]
+            assert places[row, beam].tolist() == order.tolist()
+            weights = np.exp(scores)
+            np.testing.assert_allclose(q[row, beam].numpy(), weights[order] / weights.sum(), rtol=1e-4)
+
+
+def test_greedy_rows_are_drafted_by_the_same_bits_beside_sampled_ones():
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(1)) * 4
+    beside = ComingDraws([RowDraws(5, 9, 1.0), None])
+    expected, found = likeliest(logits, 6, None, 2), likeliest(logits, 6, beside, 2)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one[1], other[1])
+        assert not torch.equal(one[0], other[0])
+
+
+def open_batch(engine, settings):
+    batch = engine.open(engine.new_sequences(PROMPT, settings))
+    prefill(engine, batch)
+    return batch
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(name):
+    model = tiny_model(num_hidden_layers=6)
+    drafter = make_drafter(name, model)
+    engine = Engine(model, drafter=drafter, budget=12)
+    batch = open_batch(engine, SamplingSettings(temperature=0.8, seed=21, max_new_tokens=20))
+    draws = batch.chooser.coming_draws()
+    known, unknown = (next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None))
+    noise = plain_noise(21, len(PROMPT), range(VOCAB))
+    q = np.zeros(VOCAB)
+    # As the drafter's whole distribution is not to be had here, tokens of both levels are compared in pairs.
+    q[unknown.tokens[0].numpy()] = unknown.probabilities[0].numpy()
+    tokens = [token for token in known.tokens[0].tolist() if q[token] > 0]
+    assert len(tokens) >= 2
+    found = dict(zip(known.tokens[0].tolist(), np.log(known.probabilities[0].numpy()), strict=True))
+    for one, other in pairwise(tokens):
+        expected = (np.log(q[one]) - np.log(q[other])) / 0.8 + noise[one] - noise[other]
+        assert found[one] - found[other] == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_drafter_that_is_the_target_guesses_every_draw():
+    model = tiny_model(num_hidden_layers=6)
+    chain = TreeSettings(depth=3, topk=1, total_token=4)
+    engine = Engine(model, drafter=SmallModelDrafter(model, VOCAB, chain), policy="dense-with-noise", budget=4)
+    for seed in range(4):
+        result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=20, seed=seed, ignore_eos=True)
+        assert result.stats.rounds == 4, "a round gives all four drafts and the target's own token"
+
+
+def test_block_slots_take_the_noise_of_their_own_positions():
+    """With a head whose logits are all equal, each slot's likeliest tokens are those of the highest noise there."""
+    model = tiny_model(num_hidden_layers=6)
+    head = block_heads.make_head(model, **block_heads.MARGINAL)
+    head.marginals = lambda hidden: torch.zeros(*hidden.shape[:2], VOCAB)
+    drafter = BlockDrafter(head)
+    engine = Engine(model, drafter=drafter, budget=12)
+    batch = open_batch(engine, SamplingSettings(temperature=1.0, seed=8, max_new_tokens=20))
+    levels = next(iter(drafter.passes(batch.draft, batch.roots(), draws=batch.chooser.coming_draws())))
+    for depth, level in enumerate(islice(levels, 3)):
+        best = plain_noise(8, len(PROMPT) + depth, range(VOCAB)).argmax()
+        assert level.tokens[0, level.path_probabilities[0].argmax()] == best
+
+
+# The text
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_same_seed_same_text_with_the_noise_without_it_and_plain(name):
+    model = tiny_model(num_hidden_layers=6)
+    drafter = make_drafter(name, model)
+    engines = [Engine(model, drafter=drafter, policy=p, budget=12) for p in ("graft", "graft-without-noise")]
+    for seed in range(6):
+        for temperature in (0.6, 1.0):
+            settings = {"temperature": temperature, "seed": seed, "max_new_tokens": 24}
+            plain = Engine(model, policy="off").generate(PROMPT, **settings).ids
+            for engine in engines:
+                assert engine.generate(PROMPT, **settings).ids == plain
+
+
+@pytest.mark.parametrize("policy", ["graft", "dense-with-noise", "paper-with-noise"])
+def test_answers_decoded_together_are_those_of_their_seeds_alone(policy):
+    model = tiny_model(num_hidden_layers=6)
+    engine = Engine(model, drafter=make_drafter("eagle3", model), policy=policy, budget=12)
+    each = [{"temperature": 0.0}, *({"temperature": 1.0, "seed": seed} for seed in (3, 4)), {"temperature": 0.4}]
+    each = [{"seed": 9, **options} for options in each]
+    prompts = [PROMPT, PROMPT[:4], PROMPT, [8, 8, 8, 1, 8, 8]]
+    together = engine.generate_batch(prompts, each=each, max_new_tokens=16)
+    for prompt, options, result in zip(prompts, each, together, strict=True):
+        plain = Engine(model, policy="off").generate(prompt, max_new_tokens=16, **options)
+        assert result.ids == plain.ids
+
+
+def test_draws_keep_the_models_own_distribution():
+    """5,000 draws with trees that know the noise, each of a seed of its own, against the model's probabilities."""
+    model = tiny_model()
+    engine = Engine(model, drafter=make_drafter("eagle3", model), budget=4)
+    counts = np.zeros(VOCAB)
+    for start in range(0, 5000, 500):
+        result = engine.generate(PROMPT, n=500, seed=start, temperature=1.0, max_new_tokens=2, ignore_eos=True)
+        for choice in result.choices:
+            counts[choice.ids[0]] += 1
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0, -1].double().softmax(-1).numpy() * counts.sum()
+    often = expected >= 5
+    observed, expected = (np.append(part[often], part[~often].sum()) for part in (counts, expected))
+    assert chisquare(observed, expected).pvalue > 1e-3
+
+
+# Candidates in C
+
+
+def candidates_of(draws, root=1, salt=0):
+    return Candidates(torch.tensor([root]), [[3, 2, root]], [salt], draws)
+
+
+def test_the_noise_in_c_is_that_of_the_definition():
+    row = RowDraws(seed=-5, position=30, temperature=1.0)
+    columns = candidates_module._DrawColumns(ComingDraws([row]))
+    tokens = torch.tensor([0, 1, 2, 77, 49151, 1 << 30])
+    times = torch.empty(len(tokens), dtype=torch.float64)
+    native().graft_draw_times(columns.address, 4, len(tokens), tokens.data_ptr(), times.data_ptr())
+    expected = np.exp(-plain_noise(-5, 33, tokens.tolist()))
+    np.testing.assert_allclose(times.numpy(), expected, rtol=1e-12)
+
+
+def learned_tables(successors, logits):
+    """Tables that know what follows the text 3, 2, 1."""
+    tables = NgramTables(VOCAB, orders=(3,), num_rows=1 << 4, waves=1, beam=1)
+    chain = torch.tensor([[1]])
+    tables.learn(
+        TargetTopK(
+            *(chain, torch.zeros_like(chain), torch.zeros_like(chain)),
+            *(torch.tensor([[successors]], dtype=torch.int32), torch.tensor([[logits]])),
+            *([2], [3], [0]),
+        )
+    )
+    return tables
+
+
+def retrieved(retriever, candidates, calibration, histories=()):
+    retriever.propose(candidates, histories, 1, calibration.acceptance_probs, 4)
+    nodes = candidates.nodes
+    there = nodes.paths[0] > 0
+    return {
+        int(token): int(bucket)
+        for token, bucket in zip(nodes.tokens[0, there][1:], nodes.score_bucket[0, there][1:], strict=True)
+    }
+
+
+def test_successors_are_ranked_again_by_their_probability_and_the_noise():
+    successors, logits = [10, 11, 12, 13, 14, 15, 16, 17], [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]
+    tables = learned_tables(successors, logits)
+    calibration = Calibration(list(tables.prior))
+    row = RowDraws(seed=4, position=3, temperature=0.8)
+    found = retrieved(tables, candidates_of(ComingDraws([row])), calibration)
+    share = np.exp(logits) / np.exp(logits).sum()
+    halvings = np.clip(np.floor(-2 * np.log2(share)), 0, 15) / 2  # as the table keeps them: two buckets a halving
+    weights = 0.5 ** (halvings / 0.8) * np.exp(plain_noise(4, 3, successors))
+    expected = np.clip(np.floor(-2 * np.log2(weights / weights.sum())), 0, 15)
+    assert found == dict(zip(successors, expected.astype(int).tolist(), strict=True))
+    assert max(found, key=lambda token: -found[token]) != 10, "the noise has changed the order"
+
+
+def test_copies_are_judged_by_the_noise_of_their_token():
+    text = [5, 6, 7, 9, 5, 6, 7]
+    history = Text(text, len(text))
+    priors = list(SuffixLookup.prior)
+    calibration = Calibration(priors, [by_noise(prior) for prior in priors])
+    greedy, sampled = (
+        retrieved(SuffixLookup(), Candidates(torch.tensor([7]), [text], [0], draws), calibration, [history])
+        for draws in (None, ComingDraws([RowDraws(seed=2, position=len(text), temperature=1.0)]))
+    )
+    ends = [0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5]
+    time = float(np.exp(-plain_noise(2, len(text), [9]))[0])
+    assert sampled[9] == greedy[9] * 8 + np.searchsorted(ends, time, side="right")
+    probs = calibration.acceptance_probs[3, 1]  # of sampled rows, alone
+    split = probs[greedy[9] * 8 : greedy[9] * 8 + 8]
+    assert (split.diff() < 0).all(), "the better the noise, the likelier"
+
+
+def test_priors_split_by_noise_have_the_prior_as_their_mean():
+    prior = torch.tensor([0.9, 0.5, 0.05])
+    ends = np.array([0.0, 0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5, np.inf])
+    weights = -np.diff(np.exp(-ends))
+    np.testing.assert_allclose(by_noise(prior).view(3, 8).numpy() @ weights, prior.numpy(), rtol=1e-5)
+
+
+# What cannot be drawn
+
+
+def proposed_tokens(engine, **settings):
+    """By depth, all tokens that verified trees held."""
+    seen = []
+    step = engine.target.step
+
+    def watched(cache, tree, chunks=(), num_already_run=0):
+        if tree is not None:
+            depths = [0] * tree.width
+            for node in range(1, tree.num_nodes[0] + 1):
+                depths[node] = depths[tree.parents[0, node]] + 1
+                seen.append((len(sequence.ids) + depths[node] - 1, int(tree.tokens[0, node])))
+        return step(cache, tree, chunks, num_already_run)
+
+    engine.target.step = watched
+    sequence = engine.new_sequences(PROMPT, SamplingSettings(**settings))[0]
+    for _ in engine.rounds([sequence]):
+        pass
+    return seen, sequence
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_cannot_be_drawn_is_never_proposed(temperature):
+    model = tiny_model()
+    drafter = make_drafter("eagle3", model)
+    settings = {"temperature": temperature, "max_new_tokens": 24, "seed": 1, "ignore_eos": True}
+    usual, _ = proposed_tokens(Engine(model, drafter=drafter, budget=16), **settings)
+    counts = np.bincount([token for _, token in usual], minlength=VOCAB)
+    banned, ending = np.argsort(-counts)[:2].tolist()
+    assert counts[ending] > 0
+    settings |= {"logit_bias": {banned: -math.inf}, "stop_token_ids": [ending], "min_tokens": 12}
+    seen, sequence = proposed_tokens(Engine(model, drafter=drafter, budget=16), **settings)
+    assert seen
+    assert banned not in {token for _, token in seen}
+    assert ending not in {token for position, token in seen if position < len(PROMPT) + 12}
+    assert sequence.new_ids == Engine(model, policy="off").generate(PROMPT, **settings).ids
+
+
+# Calibration by kind of row
+
+
+def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
+    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.1), UnitCost())
+    text = Text([3, 2, 1], 3)
+    before = grafter._calibration.acceptance_probs.clone()
+    for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
+        round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
+        level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
+        grafter.draft(round, iter([[level]] * 2), 1, max_passes=1)
+        tree = grafter.graft(round)
+        grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
+        grafter.catch_up()
+        changed = (grafter._calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)
+        assert changed.tolist() == ([True, False, False, False] if draws is None else [True, False, False, True])
+
+
+def test_a_state_that_knows_greedy_rows_alone_is_still_restored():
+    grafter = Grafter(VOCAB, 2, PolicySettings(), UnitCost())
+    state = grafter.state()
+    old = {key: value[:, :3, :32] * 2 if key.startswith("calibration/") else value for key, value in state.items()}
+    old |= {key: value[:12] * 3 for key, value in state.items() if key.startswith("paths/")}
+    grafter.restore(old)
+    new = grafter.state()
+    for key in (key for key in state if key.startswith("calibration/")):
+        assert torch.equal(new[key][:, :3, :32], state[key][:, :3, :32] * 2), "greedy rows"
+        assert torch.equal(new[key][:, 3:], state[key][:, 3:]), "sampled rows begin with their priors"
+    assert torch.equal(new["paths/hoped"][:12], state["paths/hoped"][:12] * 3)
+    assert torch.equal(new["paths/hoped"][12:], state["paths/hoped"][12:])
+
+
+# What a user sees
+
+
+def test_a_round_says_that_the_tree_knew_the_random_numbers():
+    model = tiny_model(vocab_size=BYTE_VOCAB)
+    for temperature, policy in ((1.0, "graft"), (1.0, "graft-without-noise"), (0.0, "graft")):
+        engine = Engine(model, byte_tokenizer(), policy=policy, budget=6)
+        records = []
+        "".join(engine.stream("grafting", watch=records.append, temperature=temperature, seed=1, max_new_tokens=24))
+        with_tree = [record for record in records if len(record.tokens) > 1]
+        assert with_tree
+        knew = temperature > 0 and policy == "graft"
+        for record in with_tree:
+            console = Console(record=True, width=200, file=io.StringIO())
+            console.print(drawn(record, "round", dict.fromkeys(engine.policy.sources, "green"), str))
+            assert (
+                "guessed with the random numbers that the sampler was about to use" in console.export_text()
+            ) == knew
