@@ -1,7 +1,5 @@
 """block verifies the chain of likeliest drafts, whoever drafts; block-paper cuts it at a gate and walks the matrix."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
@@ -47,7 +45,7 @@ def make_drafter(model, kind):
 @torch.no_grad()
 def likeliest_chain(drafter, model, text):
     """Each draft the likeliest after those before, from the whole text and without a cache."""
-    chain: list[int] = []
+    chain = []
     if isinstance(drafter, Eagle3Drafter):
         for _ in range(drafter.max_depth):
             chain.append(int(plain_draft(drafter.head, model, text, chain).argmax()))

@@ -1,7 +1,5 @@
 """Training of block heads: what a block may see, what it learns, exact resumption, and the offline simulator."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import json
@@ -17,7 +15,7 @@ from torch.nn.functional import kl_div
 from graft import GraftError
 from graft.cli.train import ANSWERING, BLOCK, EAGLE3, LAYERS, PRUNED, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
-from graft.spec_decode.proposers.block import BlockHead, load_head
+from graft.spec_decode.proposers.block import load_head
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.train import block as block_training
 from graft.train.block import (
@@ -71,7 +69,7 @@ def texts(count=12, seed=0):
     ]
 
 
-def make_head(model, shape=SHAPE, conditional=True, seed=3, **changes) -> BlockHead:
+def make_head(model, shape=SHAPE, conditional=True, seed=3, **changes):
     """A head with random weights everywhere: where a new one has zeros, mistakes would not show."""
     head = new_block_head(model, replace(shape, **changes), conditional, 5, texts(), SETTINGS)
     generator = torch.Generator().manual_seed(seed)

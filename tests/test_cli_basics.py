@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ GRAFT = [sys.executable, "-c", "from graft.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True)
-def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_home(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
     return tmp_path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run(monkeypatch, *words):
     """The exit status of `graft WORDS`."""
     monkeypatch.setattr(sys, "argv", ["graft", *words])
     with pytest.raises(SystemExit) as caught:
@@ -30,38 +29,36 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"graft {__version__}\n"
 
 
-def test_python_runs_the_module_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_runs_the_module_too(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["graft", "--version"])
     with pytest.raises(SystemExit):
         runpy.run_module("graft", run_name="__main__")
     assert capsys.readouterr().out == f"graft {__version__}\n"
 
 
-def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_verb(monkeypatch, capsys):
     assert run(monkeypatch, "--help") == 0
     output = capsys.readouterr().out
     assert all(f" {verb.__name__.replace('_', '-')} " in output for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", [verb.__name__.replace("_", "-") for verb in VERBS])
-def test_help_of_a_verb_shows_an_example(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_a_verb_shows_an_example(verb, monkeypatch, capsys):
     assert run(monkeypatch, verb, "--help") == 0
     assert f"Example: graft {verb}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["pull", "--nonsense"], ["nonsense"], ["pull", "one", "two"]])
-def test_usage_error_exits_with_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_error_exits_with_2(words, monkeypatch):
     assert run(monkeypatch, *words) == 2
 
 
-def test_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_one_line_on_stderr(monkeypatch, capsys):
     assert run(monkeypatch, "pull", "nonsense") == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -69,10 +66,8 @@ def test_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert err.count("\n") == 1
 
 
-def test_interrupt_exits_with_130_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(name: str, force: bool) -> None:
+def test_interrupt_exits_with_130_and_no_traceback(monkeypatch, capsys):
+    def interrupted(name, force):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graft.hub.pull.pull", interrupted)
@@ -81,7 +76,7 @@ def test_interrupt_exits_with_130_and_no_traceback(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])  # the pipe breaks at exit, or at the first line
-def test_reader_that_went_away_is_no_error_message(unbuffered: str) -> None:
+def test_reader_that_went_away_is_no_error_message(unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -90,7 +85,7 @@ def test_reader_that_went_away_is_no_error_message(unbuffered: str) -> None:
     assert (result.returncode, result.stderr) == (1, b"")
 
 
-def test_help_and_a_model_that_is_there_need_no_torch(empty_home: Path) -> None:
+def test_help_and_a_model_that_is_there_need_no_torch(empty_home):
     folder = empty_home / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
     (folder / "graft.json").write_text('{"files": {}}')
@@ -99,14 +94,12 @@ def test_help_and_a_model_that_is_there_need_no_torch(empty_home: Path) -> None:
         assert subprocess.run([sys.executable, "-c", blocked, *words], capture_output=True).returncode == 0
 
 
-def test_pull_list_names_the_default_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_list_names_the_default_model(monkeypatch, capsys):
     assert run(monkeypatch, "pull", "--list") == 0
     assert capsys.readouterr().out.startswith(DEFAULT_MODEL)
 
 
-def test_pull_help_lists_every_model_with_size_and_licence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pull_help_lists_every_model_with_size_and_licence(monkeypatch, capsys):
     assert run(monkeypatch, "pull", "--help") == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for model in PACKAGED_MODELS.values():
@@ -115,9 +108,7 @@ def test_pull_help_lists_every_model_with_size_and_licence(
     assert f"[default: {DEFAULT_MODEL}]" in shown
 
 
-def test_env_json_tells_what_is_stored(
-    empty_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_json_tells_what_is_stored(empty_home, monkeypatch, capsys):
     folder = empty_home / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(b"12345")
@@ -130,8 +121,6 @@ def test_env_json_tells_what_is_stored(
     assert facts["devices"][0]["steps"] == "eager"
 
 
-def test_env_table_says_how_to_get_a_missing_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_table_says_how_to_get_a_missing_model(monkeypatch, capsys):
     assert run(monkeypatch, "env") == 0
     assert f"graft pull {DEFAULT_MODEL}" in capsys.readouterr().out

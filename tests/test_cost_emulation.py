@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -13,7 +12,6 @@ import torch
 
 from batches import prefill
 from block_heads import make_head as make_block_head
-from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, Shape
@@ -28,7 +26,6 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
-Run = Callable[..., Finished]
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 WIDE = Shape(layers=9, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16)
@@ -271,13 +268,13 @@ def test_only_a_llama_can_be_widened():
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> list[str]:
+def data(tmp_path):
     (tmp_path / "first.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     return ["--data", str(tmp_path / "first.jsonl")]
 
 
 @pytest.fixture
-def head(model_folder: str, tmp_path: Path) -> str:
+def head(model_folder, tmp_path):
     torch.manual_seed(0)
     config = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
     save_head(Eagle3Head(Eagle3Config.for_target(config)), tmp_path / "head")
@@ -285,8 +282,8 @@ def head(model_folder: str, tmp_path: Path) -> str:
 
 
 def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
-    graft_tiny: Run, data: list[str], head: str, model_folder: str, tmp_path: Path
-) -> None:
+    graft_tiny, data, head, model_folder, tmp_path
+):
     words = ["bench", *data, "--methods", "off,dense,hf", "--draft", head]
     plain, widened = tmp_path / "plain", tmp_path / "widened"
     assert graft_tiny(*words, "--out", str(plain)).status == 0
@@ -318,8 +315,8 @@ def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
     ],
 )
 def test_shape_that_a_model_cannot_be_widened_to_is_one_line(
-    words: list[str], message: str, graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    words, message, graft, model_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     loading = [] if "--replay" in words else ["--model", model_folder]
     result = graft("bench", *loading, *words, "--out", str(tmp_path / "out"))

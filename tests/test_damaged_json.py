@@ -1,12 +1,7 @@
 """JSON files that were cut off, or hold something else than they should: one line says so."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +21,10 @@ from graft.train.generate_data import read_answers
 from graft.train.layer_pruning import _read_order
 from graft.tuning import profile
 
-Content = Any
 WRONG = (None, "x", -1, 1.5, True, [], {}, ["x"], {"x": 1})
 
 
-def damages(content: Content) -> Iterator[Content]:
+def damages(content):
     """The content with each part, at any depth, left out or of another type."""
     yield from WRONG
     if not isinstance(content, dict | list):
@@ -45,7 +39,7 @@ def damages(content: Content) -> Iterator[Content]:
         yield without
 
 
-def check(read: Callable[[], object], what: object) -> bool:
+def check(read, what):
     """Whether it is refused, by one line if it is."""
     try:
         read()
@@ -58,7 +52,7 @@ def check(read: Callable[[], object], what: object) -> bool:
     return False
 
 
-def check_all(path: Path, content: Content, read: Callable[[], object]) -> None:
+def check_all(path, content, read):
     path.write_text(json.dumps(content))
     assert not check(read, content), "what is whole is read"
     text = path.read_bytes()

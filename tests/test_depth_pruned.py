@@ -1,7 +1,5 @@
 """Depth-pruned draft models: which layers go, what the saved checkpoint is, what is learned, and that it drafts."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

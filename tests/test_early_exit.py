@@ -1,7 +1,5 @@
 """Early exit: the target's first layers draft, what they have run is not run again, and the text is the target's."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice

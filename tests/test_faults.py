@@ -6,8 +6,6 @@ matcher, each call of a listener. Then it is run again for each of them, and fai
 code that is new has its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -55,7 +53,7 @@ class Driven(Scheduler):
 
     num_steps = 0
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self):
         return bool(self._waiting or self._running)
 
     def _extend_rows(self):

@@ -1,7 +1,5 @@
 """Parsers of answers take time in proportion to the text, whatever a model writes and however it is cut into pieces."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -41,7 +39,7 @@ MORE = {
 }
 
 
-def seconds(form: str, text: str, size: int, thinks: bool) -> float:
+def seconds(form, text, size, thinks):
     """CPU time of a parser that is fed a text in pieces."""
     parser = FORMATS[form].parser(FUNCTIONS)
     parser = Thinking(False, parser) if thinks else parser
@@ -52,11 +50,11 @@ def seconds(form: str, text: str, size: int, thinks: bool) -> float:
     return time.thread_time() - start
 
 
-def check(case: tuple[str, str, str, str], length: int, size: int, thinks: bool = False) -> None:
+def check(case, length, size, thinks=False):
     """Four times the text takes about four times as long; quadratic time would be sixteen times as long."""
     form, before, again, after = case
 
-    def measured(number: int) -> float:
+    def measured(number):
         return seconds(form, before + again * (number // len(again)) + after, size, thinks)
 
     ratios = []
@@ -83,7 +81,7 @@ def test_the_head_of_a_list_of_calls_is_matched_in_linear_time(case):
 
 
 def test_results_of_tools_are_joined_in_linear_time():
-    def measured(count: int) -> float:
+    def measured(count):
         messages = [{"role": "tool", "content": "x" * 20} for _ in range(count)]
         start = time.thread_time()
         (said,) = _without_tools(messages, [])

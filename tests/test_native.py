@@ -527,7 +527,7 @@ COMPILERS = {
 }
 
 
-def works(command: list[str], folder: Path) -> bool:
+def works(command, folder):
     """Whether the compiler is there, with the headers of a C library."""
     source = folder / "try.c"
     source.write_text("#include <pthread.h>\n#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")

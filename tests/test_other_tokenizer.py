@@ -1,8 +1,6 @@
 """A draft model with another tokenizer: the text is the target's whatever the pair, what is proposed is drafted text in
 the target's tokens, and no text, however odd, brings it out of step."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -1,8 +1,6 @@
 """A small model as drafter: what it drafts is what it would say, the text is the target's, and what cannot draft is
 refused in one line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
