@@ -22,11 +22,11 @@ from graft.train.block import (
     BlockObjective,
     BlockSettings,
     BlockShape,
-    _dense_attention,
-    _flex_attention,
-    _ranks,
     block_backward,
     block_hidden,
+    dense_block_attention,
+    flex_block_attention,
+    ranks,
     target_states,
     unused_token,
 )
@@ -211,7 +211,8 @@ def test_flexattention_and_the_dense_mask_agree(model, head, windows):
     try:
         for layer in range(2):
             dense, flex = (
-                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
+                make(head, batch, past)(layer, query, key, value)
+                for make in (dense_block_attention, flex_block_attention)
             )
             torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
     finally:
@@ -325,8 +326,8 @@ def test_how_many_blocks_have_logits_at_once_changes_nothing(model):
 
 def test_of_equally_likely_tokens_the_first_is_the_guess():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]).bfloat16()
-    assert _ranks(logits, torch.tensor([2, 3])).tolist() == [1, 3]
-    assert _ranks(logits, torch.tensor([1, 0])).tolist() == [0, 0], "as argmax says"
+    assert ranks(logits, torch.tensor([2, 3])).tolist() == [1, 3]
+    assert ranks(logits, torch.tensor([1, 0])).tolist() == [0, 0], "as argmax says"
 
 
 @torch.no_grad()
@@ -336,9 +337,9 @@ def test_new_batches_compile_nothing_anew(model, monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    functions = block_training._flex_functions(compiled=False)
+    functions = block_training.flex_functions(compiled=False)
     compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
-    monkeypatch.setattr(block_training, "_flex_functions", lambda **_: compiled)
+    monkeypatch.setattr(block_training, "flex_functions", lambda **_: compiled)
     head = make_head(model)
     head.requires_grad_(False)
     settings = replace(SETTINGS, batch_tokens=320, max_tokens=160, anchors=40)
@@ -350,7 +351,8 @@ def test_new_batches_compile_nothing_anew(model, monkeypatch):
         query, key, value = (torch.randn(2, heads, 40 * head.config.block_size, 8) for heads in (4, 2, 2))
         for layer in range(2):
             dense, flex = (
-                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
+                make(head, batch, past)(layer, query, key, value)
+                for make in (dense_block_attention, flex_block_attention)
             )
             torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-4)
         counts.append(counter.frame_count)

@@ -15,7 +15,7 @@ from block_heads import make_head as make_block_head
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, Shape
-from graft.cli.bench import _widened
+from graft.cli.bench import widened_engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
 from graft.spec_decode.proposers.block import BlockHead
@@ -190,7 +190,7 @@ def test_a_widened_block_head_is_saved_as_one_for_the_widened_model(model, tmp_p
 
 def test_the_command_widens_block_heads_too(model):
     drafter = BlockDrafter(make_block_head(model, shifted=True, conditional=True))
-    engine, widened = _widened(Engine(model, policy="off"), drafter, WIDE)
+    engine, widened = widened_engine(Engine(model, policy="off"), drafter, WIDE)
     assert isinstance(widened, BlockDrafter) and widened.settings is drafter.settings
     assert Shape.of_config(widened.head.config) == replace(WIDE, layers=2)
     assert engine.target.model.config.hidden_size == WIDE.hidden

@@ -56,7 +56,7 @@ def test_results_are_kept_by_model_and_machine_the_fastest_first(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"draft": "none"}]', '[{"draft": 3}]'])
 def test_a_damaged_file_is_passed_over_with_a_warning(content):
     remember(ABOUT, result(NONE, 1.2))
-    drafters._path(ABOUT).write_text(content)
+    drafters.results_path(ABOUT).write_text(content)
     with pytest.warns(UserWarning, match="is damaged"):
         assert best_draft(ABOUT) is None
     with pytest.warns(UserWarning, match="is damaged"):

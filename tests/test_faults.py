@@ -26,7 +26,7 @@ from graft.engine import scheduler as scheduling
 from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
-from graft.request.detokenizer import _decoded_before
+from graft.request.detokenizer import decoded_before
 from graft.server.grammar import Grammars, GrammarSpec, LLMatcher
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -327,12 +327,12 @@ def prepare(patch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3, monotonic=lambda: 1.0)
     patch.setattr(scheduling, "time", clock)
     patch.setattr(logging.getLogger("graft.server"), "disabled", True)
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
 
 
 def listed(shared, kind):
     """All points of a run in which nothing fails, and how often it comes to each."""
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
     world = World(shared, kind())
     world.run()
     points = Counter(world.tracer.points)
@@ -344,7 +344,7 @@ def listed(shared, kind):
 
 def fail_at(shared, kind, point, count):
     """Runs the scenario with a failure at a point, and checks what became of all. False if it never came there."""
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
     world = World(shared, kind(point, count))
     world.run()
     if world.tracer.allowed is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import graft.server
-from graft.server.chat import _without_tools
+from graft.server.chat import without_tools
 from graft.server.tool_formats import FORMATS, Function
 from graft.server.tool_parsers import Thinking
 
@@ -84,7 +84,7 @@ def test_results_of_tools_are_joined_in_linear_time():
     def measured(count):
         messages = [{"role": "tool", "content": "x" * 20} for _ in range(count)]
         start = time.thread_time()
-        (said,) = _without_tools(messages, [])
+        (said,) = without_tools(messages, [])
         assert said["content"].count("x" * 20) == count
         return time.thread_time() - start
 

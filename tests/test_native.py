@@ -442,7 +442,7 @@ def tree_of_many_rows(num_rows=41):
     candidates.merge(DRAFTED, both.chances)
     ranking = candidates.ranked(300, [20] * num_rows)
     return (
-        candidates._struct.deepest,
+        int(candidates.nodes.depths.max()),
         ranking.gains,
         candidates.values_by_need(2, [100, 300], [0.0, 0.1], [20] * num_rows),
         rows_of(*ranking.tree(8)),
@@ -646,14 +646,14 @@ def test_a_pool_grows_beyond_its_first_room():
 def test_memory_is_used_again_unless_somebody_may_look_at_it():
     roots, texts = torch.tensor([1, 2]), [[1], [2]]
     candidates = Candidates(roots, texts)
-    address = candidates._room.fields.data_ptr()
+    memory = candidates.ref
     del candidates
     candidates = Candidates(roots, texts)
-    assert candidates._room.fields.data_ptr() == address
+    assert candidates.ref is memory
     nodes = candidates.nodes
     del candidates
     other = Candidates(roots + 1, texts)
-    assert other._room.fields.data_ptr() != address and torch.equal(nodes.tokens[:, 0], roots)
+    assert other.ref is not memory and torch.equal(nodes.tokens[:, 0], roots)
 
 
 @pytest.mark.parametrize("trouble", ["not built", "of another machine"])

@@ -25,7 +25,7 @@ PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 def home(tmp_path, monkeypatch):
     """A home of its own, and no packaged profiles."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(profiles, "_HEADS", tmp_path / "heads")
+    monkeypatch.setattr(profiles, "HEADS", tmp_path / "heads")
     return tmp_path / "home"
 
 
@@ -121,7 +121,7 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
     profile = tune(engine_for(head=0), PROMPTS, max_new_tokens=24, portable=True)
     assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
     assert {key.split("/")[0] for key in profile.state} == {"calibration", "prospect", "adjacency"}
-    profile.save(profiles._HEADS / "some-model" / "profile.safetensors")
+    profile.save(profiles.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/rows"], profile.state["adjacency/rows"])
@@ -175,7 +175,7 @@ def test_profile_of_another_machine_is_passed_over_for_the_packaged_one(tuned):
     other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
     Profile(other, tuned.state, tuned.costs).save(profile_path(other))
     packaged = tune(engine_for(head=0), PROMPTS[:1], max_new_tokens=8, portable=True)
-    packaged.save(profiles._HEADS / "some-model" / "profile.safetensors")
+    packaged.save(profiles.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/entries"], packaged.state["adjacency/entries"])

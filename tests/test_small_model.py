@@ -330,7 +330,7 @@ def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])  # with a packaged head, and without
 def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model, name):
     named = []
-    monkeypatch.setattr(registry, "_load_small_model", lambda name, *rest: named.append(name))
+    monkeypatch.setattr(registry, "load_small_model", lambda name, *rest: named.append(name))
     load_drafter(name, model)
     assert named == [name]
 

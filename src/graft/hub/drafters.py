@@ -121,7 +121,7 @@ def load_drafter(
     is_whole_model = source == draft and (draft in PACKAGED_MODELS or is_gguf(draft))
     kind = "model" if is_whole_model else kind_of(folder_of(source, ("config.json",)))
     if kind == "model":
-        return _load_small_model(draft, model, tree, tokenizer)
+        return load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -137,7 +137,7 @@ def load_drafter(
     return drafter_for(head, tree)
 
 
-def _load_small_model(
+def load_small_model(
     name: str, target: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None
 ) -> SmallModelDrafter:
     from graft.hub.load import load_model

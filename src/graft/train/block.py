@@ -125,14 +125,14 @@ class BlockObjective:
         self.head, self._model, self._settings = head, model, settings
         held_back, training = split_by_prompt(answers, settings.held_back)
         self._held_back = PackedBatches(held_back, settings, settings.anchors)
-        self._training = PackedBatches(training, settings, settings.anchors)
+        self.training_batches = PackedBatches(training, settings, settings.anchors)
         # Only the lowest temperature, because the accepted length depends on it and runs should be comparable.
         coolest = min(answer.temperature for answer in held_back)
         self._simulated = spread([a for a in held_back if a.temperature == coolest], settings.simulated)
         self._device = head.fc.weight.device
 
     def backward(self, step: int) -> dict[str, Tensor]:
-        batch = self._training.at(step).to(self._device)
+        batch = self.training_batches.at(step).to(self._device)
         return block_backward(self.head, self._model, batch, self._settings)
 
     @torch.no_grad()
@@ -195,7 +195,9 @@ def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bo
     roots = batch.tokens.gather(1, batch.anchors)
     places = torch.arange(size, device=roots.device)
     positions = (batch.anchors - batch.anchor_starts)[..., None] + places  # [R, N, block_size]
-    attention = _flex_attention(head, batch, past) if flex and roots.is_cuda else _dense_attention(head, batch, past)
+    attention = (
+        flex_block_attention(head, batch, past) if flex and roots.is_cuda else dense_block_attention(head, batch, past)
+    )
     hidden = head(head.slots(roots).flatten(1, 2), positions.flatten(1), attention)
     return head.predicting(hidden.unflatten(1, (num_blocks, size)))
 
@@ -221,7 +223,7 @@ def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
     return seen
 
 
-def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
+def dense_block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
     """Attention with a dense mask."""
     rows, num_blocks = batch.anchors.shape
     device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
@@ -241,12 +243,12 @@ def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Att
     return attention
 
 
-def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
+def flex_block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
     """FlexAttention, which skips tiles that are wholly masked."""
     rows, num_blocks = batch.anchors.shape
     device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
     num_keys = batch.tokens.shape[1] + num_queries
-    run, make = _flex_functions(compiled=device.type == "cuda")
+    run, make = flex_functions(compiled=device.type == "cuda")
 
     @functools.cache
     def mask(kind: tuple[bool, int | None], layer: int) -> Any:
@@ -263,7 +265,7 @@ def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Atte
 
 
 @functools.cache
-def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -366,13 +368,13 @@ def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings:
             count("slots", there)
             for name in _shares(head, settings):
                 logits = _logits(head, chunk, name)
-                rank = _ranks(logits, chunk.labels)
+                rank = ranks(logits, chunk.labels)
                 for hit in HITS:
                     count(f"{name}_hit{hit}", there & (rank < hit))
     return counts
 
 
-def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
+def ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """Ranks [...] from 0 of labels [...] among logits [..., vocab]. Ties, frequent in bf16, go to the lower id."""
     own = logits.gather(-1, labels[..., None])
     is_before = torch.arange(logits.shape[-1], device=logits.device) < labels[..., None]

@@ -14,7 +14,7 @@ _KEYS = tl.constexpr(64)  # of a block, at most
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times the query heads that share a key head
 _LEAST_SPLIT = 128  # keys before the tree that one program reads at least
 _MOST_SPLITS = 16
-_PROGRAMS = 528  # that keep a large GPU busy
+PROGRAMS = 528  # that keep a large GPU busy
 _LOG2_E = 1.4426950408889634
 
 
@@ -45,7 +45,7 @@ def verify_attention(
     group, batch = heads // kv_heads, len(key_starts) - 1
     rows = min(max(triton.next_power_of_2(num_places * group), _LEAST_ROWS), _MOST_ROWS)
     tiles = triton.cdiv(num_places * group, rows)
-    splits = min(max(_PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
+    splits = min(max(PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
     splits = 1 << (splits.bit_length() - 1)  # few numbers, as a kernel is compiled for each
     sums = out if splits == 1 else out.new_empty(len(query) * heads * splits * head_dim, dtype=torch.float32)
     states = out if splits == 1 else out.new_empty(2, len(query) * heads * splits, dtype=torch.float32)
