@@ -15,6 +15,16 @@ def new_model():
     return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
 
 
+def assert_unused(pool):
+    """All pages are free, and all rows of the block tables: as many can be opened as there are."""
+    assert pool.num_free == pool.num_pages, "pages are not given back"
+    before = pool.num_resized
+    rows = [pool.open_row(0) for _ in range(pool.num_table_rows - 1)]
+    assert pool.num_resized == before, "rows of the block tables are not given back"
+    for row in rows:
+        pool.release(row)
+
+
 @contextmanager
 def schedulers():
     """Makes schedulers that are ready, each over a model of its own, and closes them."""
@@ -30,10 +40,7 @@ def schedulers():
     for scheduler in made:
         scheduler.close()
         assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
-        pool = scheduler.pool
-        assert pool.num_free == pool.num_pages and len(pool._free_table_rows) == pool.num_table_rows - 1, (
-            "something is left"
-        )
+        assert_unused(scheduler.pool)
 
 
 def undisturbed(scheduler):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from block_oracle import Network
-from graft.cli import main
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
+from pickles import RunsCode
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, RANK, DRAFTED = 41, 16, 24, 4, 2, 6, 3, 12
 TARGET = LlamaConfig(
@@ -633,21 +631,13 @@ def test_masked_slots_have_the_vector_of_the_mask_file(as_dict, tmp_path):
     assert inspect_head(tmp_path).files == ("model.safetensors", "mask_embedding.pt")
 
 
-class Exploit:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path):
     zlab().write(tmp_path)
     for content, message in (
         ({"embedding": torch.ones(HIDDEN), "mask_token_id": 9}, "is for mask token 9, but config.json has 5"),
         ({"vector": torch.ones(HIDDEN)}, "mask_embedding.pt holds no embedding"),
         (torch.ones(HIDDEN + 1), r"mask_embedding is torch.float32 \[17\], expected floats \[16\]"),
-        (Exploit(tmp_path / "run"), "mask_embedding.pt is damaged, or holds more than tensors"),
+        (RunsCode(tmp_path / "run"), "mask_embedding.pt is damaged, or holds more than tensors"),
     ):
         torch.save(content, tmp_path / "mask_embedding.pt")
         with pytest.raises(GraftError, match=message):
@@ -679,60 +669,53 @@ def test_borrowed_weights_are_not_copied_and_must_fit(tmp_path):
         load_head(tmp_path, TARGET, torch.float32, "cpu", EMBEDDING, LM_HEAD[:40])
 
 
-def load_check(monkeypatch, *words):
-    """The exit status of `graft load-check WORDS`."""
-    monkeypatch.setattr(sys, "argv", ["graft", "load-check", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
+@pytest.fixture
+def load_check(graft, tmp_path):
+    """Runs `graft load-check` for the head in tmp_path/head and a target."""
+
+    def run(*words, target=TARGET):
+        target.save_pretrained(tmp_path / "target")
+        return graft("load-check", str(tmp_path / "head"), "--model", str(tmp_path / "target"), *words)
+
+    return run
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_load_check_shows_a_head_that_fits(name, tmp_path, monkeypatch, capsys):
+def test_load_check_shows_a_head_that_fits(name, tmp_path, load_check):
     published = PUBLISHED[name]()
     published.write(tmp_path / "head")
-    TARGET.save_pretrained(tmp_path / "target")
-    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 0
-    output = capsys.readouterr().out
+    output = load_check().out
     assert f"kind           {published.kind} " in output
     assert f"4 slots that draft {4 if published.shifted else 3} tokens" in output
     assert f"slots          {'shifted' if published.shifted else 'in place'}" in output
     assert f"reads the inputs of layers {', '.join(map(str, published.reads))}." in output
 
 
-def test_load_check_takes_slots_and_shows_what_a_head_has(tmp_path, monkeypatch, capsys):
+def test_load_check_takes_slots_and_shows_what_a_head_has(tmp_path, load_check):
     specforge_dspark().write(tmp_path / "head")
-    TARGET.save_pretrained(tmp_path / "target")
-    words = (str(tmp_path / "head"), "--model", str(tmp_path / "target"))
-    assert load_check(monkeypatch, *words, "--slots", "in-place") == 0
-    output = capsys.readouterr().out
+    output = load_check("--slots", "in-place").out
     assert "in place; assumed, config.json does not say: see --slots" in output
-    assert "Markov (gated, rank 3), confidence" in output
-    assert "2: bidirectional" in output
-    assert "token 5" in output
+    assert all(words in output for words in ("Markov (gated, rank 3), confidence", "2: bidirectional", "token 5"))
 
 
-def test_load_check_of_a_head_that_does_not_fit_exits_with_2(tmp_path, monkeypatch, capsys):
+def test_load_check_of_a_head_that_does_not_fit_exits_with_2(tmp_path, load_check):
     zlab().write(tmp_path / "head")
-    LlamaConfig(vocab_size=100, num_hidden_layers=9).save_pretrained(tmp_path / "target")
-    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 2
-    out, err = capsys.readouterr()
-    assert "DFlash" in out  # what it is, even so
-    assert err.startswith("error: ") and "a vocabulary of 41, not 100" in err
-    assert err.count("\n") == 1
+    result = load_check(target=LlamaConfig(vocab_size=100, num_hidden_layers=9))
+    assert result.status == 2 and "DFlash" in result.out, "what it is, even so"
+    assert result.err.startswith("error: ") and "a vocabulary of 41, not 100" in result.err
+    assert result.err.count("\n") == 1
 
 
-def test_load_check_of_neither_kind_names_the_known(tmp_path, monkeypatch, capsys):
+def test_load_check_of_neither_kind_names_the_known(tmp_path, load_check):
     published = zlab()
     published.config["architectures"] = ["BertModel"]
-    published.write(tmp_path)
-    assert load_check(monkeypatch, str(tmp_path)) == 2
-    err = capsys.readouterr().err
-    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in err
-    assert "DFlashDraftModel" in err
+    published.write(tmp_path / "head")
+    result = load_check()
+    assert result.status == 2 and "DFlashDraftModel" in result.err
+    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in result.err
 
 
-def test_slots_are_no_option_of_an_eagle3_head(tmp_path, monkeypatch, capsys):
-    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path)
-    assert load_check(monkeypatch, str(tmp_path), "--slots", "shifted") == 2
-    assert "--slots is for block heads" in capsys.readouterr().err
+def test_slots_are_no_option_of_an_eagle3_head(tmp_path, load_check):
+    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path / "head")
+    result = load_check("--slots", "shifted")
+    assert result.status == 2 and "--slots is for block heads" in result.err

@@ -197,6 +197,7 @@ def test_a_block_in_a_packed_row_computes_what_drafting_computes(model, head):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # on a GPU it is compiled
+@pytest.mark.parametrize("head", [{}, {"causal": True}], ids=["plain", "causal"], indirect=True)
 @pytest.mark.parametrize("windows", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_flexattention_and_the_dense_mask_agree(model, head, windows):
     head.requires_grad_(False)  # FlexAttention computes no gradients on a CPU
@@ -563,9 +564,9 @@ def test_probabilities_are_shares_of_the_shortlist(model):
 @torch.no_grad()
 def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
     head = make_head(model)
-    answers = texts(5)
+    answers = texts(3)
     settings = BlockTreeSettings(nodes=20, width=8)
-    found = simulate(head, model, answers, settings, num_rows=3)
+    found = simulate(head, model, answers, settings, num_rows=2)
     for kind in ("chain", "marginal", "conditional"):
         rounds, depths = 0, []
         for answer in answers:

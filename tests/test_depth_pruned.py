@@ -87,7 +87,7 @@ def test_the_measure_is_the_mean_divergence_over_the_tokens_of_answers(model):
 def tagged(num_layers=8):
     made = tiny_model(num_hidden_layers=num_layers)
     for number, layer in enumerate(made.model.layers):
-        layer.tag = number
+        layer._tag = number
     return made
 
 
@@ -98,7 +98,7 @@ def test_layers_that_cost_more_than_another_are_not_measured_again(tmp_path):
     def measure(pruned):
         nonlocal num_measured
         num_measured += 1
-        gone = set(range(8)) - {layer.tag for layer in pruned.model.layers}
+        gone = set(range(8)) - {layer._tag for layer in pruned.model.layers}
         return sum(costs[layer] for layer in gone) * (1 + 0.01 * len(gone))
 
     order = find_removal_order(tagged(), 2, measure, tmp_path / "layers.json", {})
@@ -112,7 +112,7 @@ def test_what_is_known_of_a_layer_is_measured_anew_when_it_matters(tmp_path):
     costs = [9.0, 1.0, 1.1, 2.0]
 
     def measure(pruned):
-        gone = set(range(4)) - {layer.tag for layer in pruned.model.layers}
+        gone = set(range(4)) - {layer._tag for layer in pruned.model.layers}
         return sum(costs[layer] for layer in gone) + (5.0 if gone >= {1, 2} else 0.0)
 
     order = find_removal_order(tagged(4), 1, measure, tmp_path / "layers.json", {})

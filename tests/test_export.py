@@ -1,13 +1,11 @@
 """What is exported is what others load: heads in the layouts of other engines, and transformers' custom generate."""
 
 import json
-import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from graft.cli import main
 from graft.errors import GraftError
 from graft.hub.export import export_custom_generate, export_head
 from graft.spec_decode.proposers import block, eagle3
@@ -129,11 +127,8 @@ def test_wrong_arguments_are_one_line_and_overwrite_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_transformers_loads_the_exported_custom_generate_and_gives_generates_text(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["graft", "export-hub", str(tmp_path / "custom")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0 and "trust_remote_code=True" in capsys.readouterr().out
+def test_transformers_loads_the_exported_custom_generate_and_gives_generates_text(tmp_path, monkeypatch, graft):
+    assert "trust_remote_code=True" in graft("export-hub", str(tmp_path / "custom")).out
     model = tiny_model()
     ids = torch.tensor([[5, 9, 13, 5, 9, 13, 5, 9]])
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)

@@ -6,6 +6,7 @@ matcher, each call of a listener. Then it is run again for each of them, and fai
 code that is new has its own.
 """
 
+import asyncio
 import itertools
 import logging
 import sys
@@ -31,6 +32,7 @@ from graft.server.grammar import Grammars, GrammarSpec, LLMatcher
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
+from scheduling import assert_unused
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 SOURCE = str(Path(graft.__file__).parent)
@@ -49,9 +51,12 @@ class FaultError(RuntimeError):
 
 
 class Driven(Scheduler):
-    """Runs in the thread that calls `_run`, until there is nothing left to do. Its cache is full every few rounds."""
+    """Runs in the thread of the test, until there is nothing left to do. Its cache is full every few rounds."""
 
     num_steps = 0
+
+    def run_to_the_end(self):
+        self._run()
 
     def _wait_for_work(self):
         return bool(self._waiting or self._running)
@@ -136,7 +141,7 @@ class World:
 
     def run(self):
         with self.tracer:
-            self.scheduler._run()
+            self.scheduler.run_to_the_end()
 
     def check(self, allowed):
         """That only those failed who may, and nothing is left behind; and that another is answered."""
@@ -150,14 +155,11 @@ class World:
                 assert asked.failure is None or asked.job in allowed, (asked.name, asked.failure)
                 asked.check(expected[asked.name])
         for _ in range(2):  # and again, over what the first has left
-            assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
-            assert scheduler._batch is None and not scheduler._prefills
-            pool = scheduler.pool
-            assert pool.num_free == pool.num_pages, "pages are not given back"
-            assert len(pool._free_table_rows) == pool.num_table_rows - 1, "rows of the block tables are not given back"
+            assert not scheduler.is_closing and scheduler.num_running == scheduler.num_waiting == 0
+            assert_unused(scheduler.pool)
             assert scheduler.pool.num_prefix_tokens <= scheduler.settings.prefix_cache_tokens
             more = self.ask("more", "one more", max_new_tokens=5)
-            scheduler._run()
+            scheduler.run_to_the_end()
             assert more.failure is None
             more.check(expected["more"])
 
@@ -165,12 +167,11 @@ class World:
 class Shared:
     """What all runs have in common, made once."""
 
-    def __init__(self, make_drafter=Eagle3Drafter):
+    def __init__(self, constrained, make_drafter=Eagle3Drafter):
         self.model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
         self.tokenizer = byte_tokenizer()
         self.head = make_head(self.model)
-        self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
-        self.matcher = self.grammars._compiled(GrammarSpec("JSON schema", SCHEMA))
+        self.grammars, self.matcher = constrained
         self.make_drafter = make_drafter
         self.expected = {}
         plain = Engine(self.model, self.tokenizer, policy="off")
@@ -309,10 +310,17 @@ def own_jobs(frame):
 
 
 @pytest.fixture(scope="module")
-def shared():
+def constrained():
+    """Grammars and one of them compiled, which takes threads."""
+    grammars = Grammars(byte_tokenizer(), BYTE_VOCAB, [2])
+    return grammars, asyncio.run(grammars.compile(GrammarSpec("JSON schema", SCHEMA)))
+
+
+@pytest.fixture(scope="module")
+def shared(constrained):
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        yield Shared()
+        yield Shared(constrained)
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +396,7 @@ def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, time):
 
 
 @pytest.fixture
-def captured(monkeypatch):
+def captured(constrained, monkeypatch):
     """The code of a GPU, with plain kernels, where what would be replayed is called."""
     pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
     import plain_kernels
@@ -396,7 +404,7 @@ def captured(monkeypatch):
 
     plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", small_target)
-    return Shared(SmallDrafter)
+    return Shared(constrained, SmallDrafter)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")

@@ -17,6 +17,7 @@ from graft.hub import load as loading
 from graft.hub.load import load_model
 from graft.hub.manifest import write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from pickles import RunsCode
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +99,10 @@ def test_code_that_comes_with_a_model_is_not_run(folder):
     assert not trace.exists()
 
 
-class Trap:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return Path.touch, (self.trace,)
-
-
 def test_code_inside_bin_weights_is_not_run(folder):
     trace = folder / "ran"
     (folder / "model.safetensors").unlink()
-    torch.save({"weights": Trap(trace)}, folder / "pytorch_model.bin")
+    torch.save({"weights": RunsCode(trace)}, folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="use a copy in safetensors"):
         load(folder)
     assert not trace.exists()

@@ -542,7 +542,7 @@ def works(command, folder):
     "flags",
     [
         pytest.param("-O0", marks=pytest.mark.slow),
-        "-O2 -ffp-contract=off",
+        pytest.param("-O2 -ffp-contract=off", marks=pytest.mark.slow),  # as the library that all tests call
         "-O3 -march=native -ffp-contract=fast",
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 
 from graft import Engine
 from graft.bench.replay import Recorder, record, save_traces
-from graft.cli import main
 from graft.cli.plan import PLANNED, assumptions
 from graft.errors import GraftError
 from graft.plan.acceptance import Acceptance
@@ -38,13 +37,6 @@ CONFIG = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-
-
-def run(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["graft", "plan", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
 
 
 def test_known_models_have_the_parameters_of_their_names():
@@ -182,24 +174,19 @@ def test_predictions_are_as_far_from_measurements_as_the_documentation_says():
         assert middle < 0.25
 
 
-def test_the_command_prints_predictions_and_assumptions(monkeypatch, capsys):
-    assert run(monkeypatch, "--model", "qwen3-235b", "--gpus", "8", "--gpu", "h200") == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_predictions_and_assumptions(graft):
+    out = graft("plan", "--model", "qwen3-235b", "--gpus", "8", "--gpu", "h200").out
     assert out.startswith("PREDICTED, not measured: qwen3-235b (235.1 B parameters, bf16) on 8 x h200")
-    settings = PlanSettings(model="qwen3-235b", gpus=8)
-    plan = make_plan(settings)
+    plan = make_plan(PlanSettings(model="qwen3-235b", gpus=8))
     assert all(f"- {line}\n" in out for line in assumptions(plan))
     assert f"{plan.rows[0].tokens_per_second:,.0f}" in out
-    assert run(monkeypatch, "--model", "qwen3-235b", "--gpus", "8", "--batch", "2", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(graft("plan", "--model", "qwen3-235b", "--gpus", "8", "--batch", "2", "--json").out)
     assert facts["predicted"] is True
     assert [row["batch"] for row in facts["rows"]] == [2]
 
 
-def test_check_prints_every_point_and_marks_the_fitted(monkeypatch, capsys):
-    assert run(monkeypatch, "--check") == 0
-    lines = capsys.readouterr().out.splitlines()
-    points = checked_points()
+def test_check_prints_every_point_and_marks_the_fitted(graft):
+    lines, points = graft("plan", "--check").out.splitlines(), checked_points()
     assert all(any(line.startswith(point.what) for line in lines) for point in points)
     assert sum(line.endswith("*") for line in lines) == sum(point.fitted for point in points) > 0
 
@@ -208,10 +195,9 @@ def test_check_prints_every_point_and_marks_the_fitted(monkeypatch, capsys):
     ("words", "known"),
     [(["--model", "llama-9b"], "qwen3-235b"), (["--gpu", "h2000"], "h100-sxm"), (["--gpus", "3"], "32 query heads")],
 )
-def test_bad_names_and_numbers_are_one_line(words, known, monkeypatch, capsys):
-    assert run(monkeypatch, *words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and known in err
+def test_bad_names_and_numbers_are_one_line(words, known, graft):
+    result = graft("plan", *words)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and known in result.err
 
 
 def test_help_names_every_model_and_gpu():

