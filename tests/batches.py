@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from graft import SamplingSettings
 from graft.engine import Engine, PrefillChunk
 from graft.model.decoder_layers import layers_of
 from graft.request.batch import Batch
@@ -16,6 +17,14 @@ def prefill(engine: Engine, batch: Batch) -> None:
     for row in range(len(batch.sequences)):
         while (chunk := batch.next_chunk(row, engine.target.chunk_size)).tokens:
             engine.prefill([PrefillChunk(batch, row, chunk)])
+
+
+def prefilled(engine: Engine, *prompts: list[int], max_new_tokens: int = 30) -> Batch:
+    """A batch of these prompts, a row each, ready for its first round."""
+    settings = SamplingSettings(max_new_tokens=max_new_tokens)
+    batch = engine.open([sequence for prompt in prompts for sequence in engine.new_sequences(prompt, settings)])
+    prefill(engine, batch)
+    return batch
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from batches import prefilled
 from block_heads import (
     HEADS,
     LONG,
@@ -14,7 +15,6 @@ from block_heads import (
     make_engine,
     make_head,
     plain_answers,
-    prefilled,
 )
 from graft import Engine
 from graft.bench.baselines.gates import THRESHOLDS
@@ -133,7 +133,12 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("marginal", "dense"), ("causal", "paper"), ("conditional", "graft"), ("markov", "graft")]
+    ("kind", "policy"),
+    [
+        *(("marginal", policy) for policy in ("dense", "block")),
+        *(("conditional", policy) for policy in ("graft", "block-paper")),
+        *(("causal", "paper"), ("markov", "graft")),
+    ],
 )
 def test_text_with_a_block_head_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
     drafter = BlockDrafter(make_head(model, **HEADS[kind]), BlockTreeSettings(width=8, nodes=20))

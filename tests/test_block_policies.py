@@ -5,7 +5,8 @@ from itertools import islice
 import pytest
 import torch
 
-from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers, prefilled
+from batches import prefilled
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
@@ -189,26 +190,6 @@ def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come
     plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=2).ids
     answer = engine.generate(PROMPT, max_new_tokens=2)
     assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        *((kind, "block") for kind in ("marginal", "markov")),
-        *((kind, "block-paper") for kind in ("conditional", "recurrent")),
-        *(pytest.param(kind, "block", marks=pytest.mark.slow) for kind in ("conditional", "recurrent")),
-        *(pytest.param(kind, "block-paper", marks=pytest.mark.slow) for kind in ("marginal", "markov")),
-    ],
-)
-def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
-    engine, prompts = make_engine(model, policy, make_drafter(model, kind)), [PROMPT, [5], LONG]
-    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
-        plain = plain_answers(model, **options)
-        drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
-        assert [g.ids for g in drafted] == plain
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
-        proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
-        assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
 
 
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])

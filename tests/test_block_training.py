@@ -528,37 +528,25 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 
 
 @torch.no_grad()
-def test_a_conditional_table_holds_what_follows_each_candidate(model):
+@pytest.mark.parametrize("shortlist", [VOCAB, 5])
+def test_a_conditional_table_holds_what_follows_each_candidate_with_its_share_of_the_shortlist(model, shortlist):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    table = table_for("conditional", head, hidden, roots, BlockTreeSettings(width=3, children=3, shortlist=VOCAB))
+    settings = BlockTreeSettings(width=3, children=3, shortlist=shortlist)
+    table = table_for("conditional", head, hidden, roots, settings)
     for row, slot in itertools.product(range(2), range(4)):
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
-        after = head.marginals(hidden[row, slot]).topk(3).indices.tolist()
+        listed = head.marginals(hidden[row, slot]).topk(shortlist).indices
+        after = listed[:3].tolist()
         for number, parent in enumerate(before):
             logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected, entry = logits.softmax(-1).topk(3), slot * 3 + number
-            assert table.tokens[row, entry].tolist() == expected.indices.tolist()
+            expected, entry = logits[listed].softmax(-1).topk(3), slot * 3 + number
+            assert table.tokens[row, entry].tolist() == listed[expected.indices].tolist()
             torch.testing.assert_close(table.probabilities[row, entry], expected.values)
             following = [
                 (slot + 1) * 3 + after.index(t) if t in after and slot < 3 else -1 for t in table.tokens[row, entry]
             ]
             assert table.entries[row, entry].tolist() == following
-
-
-@torch.no_grad()
-def test_probabilities_are_shares_of_the_shortlist(model):
-    head = make_head(model)
-    hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(6)), torch.tensor([9, 33])
-    table = table_for("conditional", head, hidden, roots, BlockTreeSettings(width=3, children=3, shortlist=5))
-    for row, slot in itertools.product(range(2), range(4)):
-        listed = head.marginals(hidden[row, slot]).softmax(-1).topk(5)
-        before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
-        for number, parent in enumerate(before):
-            logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected = logits[listed.indices].softmax(-1).topk(3)
-            assert table.tokens[row, slot * 3 + number].tolist() == listed.indices[expected.indices].tolist()
-            torch.testing.assert_close(table.probabilities[row, slot * 3 + number], expected.values)
 
 
 @torch.no_grad()

@@ -93,9 +93,9 @@ def test_options_that_repeat_reach_the_model(graft_tiny):
 
 
 def test_stats_go_to_stderr(graft_tiny):
-    err = graft_tiny("generate", "hi", "--stats").err
+    err = graft_tiny("generate", "hi", "--stats", "--device", "cpu").err
     assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
-    assert re.search(r"steps +eager", err)
+    assert re.search(r"steps +eager", err) and "GPU memory" not in err
 
 
 def test_stats_say_where_plain_decoding_was_chosen(graft_tiny):
@@ -140,9 +140,6 @@ def test_color_by_origin_colours_a_terminal(graft_tiny, monkeypatch):
         (["--show-tree", "--json"], "exclude --json and --n"),
         (["--color-by-origin", "--n", "2"], "exclude --json and --n"),
         (["--raw", "--system", "be kind"], "--system needs the chat template"),
-        (["--policy", "grapt"], "did you mean 'graft'?"),
-        (["--device", "nonsense"], "device"),
-        (["--dtype", "fp64"], "unknown dtype 'fp64'"),
         (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
     ],
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import prefill
+from batches import prefilled
 from block_heads import make_head as make_block_head
-from graft import Engine, GraftError, SamplingSettings, load
+from graft import Engine, GraftError, load
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, Shape
 from graft.cli.bench import widened_engine
@@ -96,6 +96,23 @@ def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
 # The head
 
 
+def assert_draft_alike(*pairs):
+    """Two models, each with a drafter: they draft the same and answer the same. Returns their answers."""
+    drafts, answers = [], []
+    for its_model, drafter in pairs:
+        engine = Engine(its_model, policy="dense", drafter=drafter)
+        batch = prefilled(engine, PROMPT)
+        passes = islice(drafter.passes(batch.draft, batch.roots()), 4)
+        drafts.append([level for levels in passes for level in levels])
+        answers.append(engine.generate(PROMPT, max_new_tokens=16))
+    for own, wide in zip(*drafts, strict=True):
+        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
+        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
+    assert answers[0].ids == answers[1].ids
+    assert answers[0].stats.accepted_by_depth == answers[1].stats.accepted_by_depth
+    return answers
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,22 +134,9 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     wide_head = widen_head(head, WIDE, widened)
     assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
-    engines = [
-        Engine(m, policy="dense", drafter=Eagle3Drafter(h, SMALL_TREE))
-        for m, h in ((model, head), (widened, wide_head))
-    ]
-    drafts = []
-    for engine in engines:
-        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=20)))
-        prefill(engine, batch)
-        drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4)))
-    for own, wide in zip(*drafts, strict=True):
-        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
-        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
-    own, wide = (engine.generate(PROMPT, max_new_tokens=20) for engine in engines)
-    assert wide.ids == own.ids
+    drafters = Eagle3Drafter(head, SMALL_TREE), Eagle3Drafter(wide_head, SMALL_TREE)
+    own, _ = assert_draft_alike((model, drafters[0]), (widened, drafters[1]))
     assert own.stats.accepted > 0, "some drafts were right"
-    assert (wide.stats.rounds, wide.stats.accepted_by_depth) == (own.stats.rounds, own.stats.accepted_by_depth)
 
 
 BLOCK_HEADS = {
@@ -160,18 +164,8 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
     assert wide_head.config.conditional_size == (64 if kind == "sized conditional" else None)
     assert not any(parameter.is_meta for parameter in wide_head.parameters())
 
-    drafts, answers = [], []
-    for its_model, its_head in ((model, head), (widened, wide_head)):
-        engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(width=8, nodes=12)))
-        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=16)))
-        prefill(engine, batch)
-        drafts.append(next(iter(engine.drafter.passes(batch.draft, batch.roots()))))
-        answers.append(engine.generate(PROMPT, max_new_tokens=16))
-    for own, wide in zip(*drafts, strict=True):
-        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
-        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
-    assert answers[1].ids == answers[0].ids
-    assert answers[1].stats.accepted_by_depth == answers[0].stats.accepted_by_depth
+    tree = BlockTreeSettings(width=8, nodes=12)
+    assert_draft_alike((model, BlockDrafter(head, tree)), (widened, BlockDrafter(wide_head, tree)))
     if head.config.confidence:
         hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
         padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import graft
-from batches import graphs_of, prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import graphs_of, prefilled
+from graft import Engine, GraftError
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
@@ -49,12 +49,6 @@ def settled_model(num_settled, **changes):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return model
-
-
-def prefilled(engine, *texts):
-    batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
-    prefill(engine, batch)
-    return batch
 
 
 def draft(drafter, batch, num_passes=4):

@@ -380,19 +380,20 @@ def first_of(parts):
     return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, parts))]
 
 
-@pytest.mark.parametrize("part", first_of(20))
+@pytest.mark.parametrize("part", first_of(30))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=20, every=64)
+    fail_everywhere(shared, CallTracer, part, of=30, every=64)
 
 
-@pytest.mark.parametrize("part", first_of(6))
+@pytest.mark.parametrize("part", first_of(9))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=6, every=72)
+    fail_everywhere(shared, AllocationTracer, part, of=9, every=72)
 
 
+@pytest.mark.parametrize("part", first_of(2))
 @pytest.mark.parametrize("time", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, time):
-    fail_everywhere(shared, Tracer, counts=lambda number: {1 if time == "first" else number})
+def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, part, time):
+    fail_everywhere(shared, Tracer, part, of=2, counts=lambda number: {1 if time == "first" else number})
 
 
 @pytest.fixture

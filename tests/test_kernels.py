@@ -189,13 +189,6 @@ class Problem:
         plain = Problem.make([len(slots) - 1 for slots in texts], [[0]] * len(texts), seed=1, **self.shape)
         return plain.holding(texts, self.query[tokens], self)
 
-    def only(self, row, seed=2):
-        """One row without the others, in other pages."""
-        length, tree, first = self.lengths[row], self.trees[row], sum(map(len, self.nodes[:row]))
-        alone = Problem.make([length], [tree], [self.nodes[row]], seed=seed, **self.shape)
-        text = [self.slot(row, index) for index in range(length + len(tree))]
-        return alone.holding([text], self.query[first : first + len(self.nodes[row])], self)
-
 
 def ints(numbers):
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
@@ -386,26 +379,6 @@ def test_prompts_trees_and_padding_stand_in_one_step(width, window):
     """Of the long prompt, the tokens around borders of tiles, blocks, splits and pages."""
     prompt = [6 + place for place in (0, 7, 8, 13, 14, 15, 29, 30, 61, 62, 69) if place < width]
     check(mixed(width), window, tokens=[*range(6), *prompt, *range(6 + width, 14 + width)])
-
-
-def test_a_row_gets_the_same_bits_alone_in_other_pages():
-    problem = mixed(20)
-    parts = torch.cat([problem.only(row).attend() for row in range(problem.num_rows)])
-    assert torch.equal(problem.attend(), parts)
-
-
-def test_a_path_gets_the_same_bits_as_part_of_a_prompt_and_as_a_branch():
-    """The same text twice: once as it stands in the step, once below a root that has another child first."""
-    width = 30
-    as_chunk = Problem.make([50], [chain(width)])
-    as_branch = Problem.make([50], [[0, 0, 0, *range(2, width)]], seed=5)
-    text = [as_chunk.slot(0, index) for index in range(50 + width)]
-    text.insert(51, text[0])  # what the other child is, nobody sees
-    query = torch.cat([as_chunk.query[:1], as_chunk.query])
-    query[1] = 7.0
-    as_branch.holding([text], query, as_chunk)
-    out, branch = as_chunk.attend(), as_branch.attend()
-    assert torch.equal(out[0], branch[0]) and torch.equal(out[1:], branch[2:])
 
 
 def test_few_programs_do_all_items_of_a_plan(monkeypatch):

@@ -24,6 +24,12 @@ CASES = {
     "hermes, a call that never closes": ("hermes", "<tool_call>", "x</tool_call", ""),
     "qwen, spaces in a call": ("qwen", "<tool_call>", " ", "<function="),
     "qwen, spaces behind a value": ("qwen", XML + "x</parameter>", " ", ""),
+    "qwen, words in a value": ("qwen", XML, "word ", ""),
+    "qwen, beginnings of values": ("qwen", "<tool_call><function=f>", "<parameter=a>", ""),
+    "llama3, line breaks": ("llama3", "", "\n", ""),
+    "mistral, brackets": ("mistral", "", "[", ""),
+    "mistral, words behind the marker": ("mistral", "[TOOL_CALLS]", "word", ""),
+    "hermes, one long name": ("hermes", '<tool_call>{"name": "', "abcd", ""),
 }
 MORE = {
     "pythonic, spaces behind a name": ("pythonic", "[f", " ", "!"),

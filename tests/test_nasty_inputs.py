@@ -118,10 +118,6 @@ COMMANDS = [  # words, what is piped in, words of the error
 ]
 
 
-def test_there_are_sixty_of_them():
-    assert len(LOAD) + len(GENERATE) + len(COMMANDS) >= 60
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own way to quantize is an old one
 @pytest.mark.parametrize(("given", "words"), LOAD, ids=[words for _, words in LOAD])
 def test_load_says_in_one_line_what_is_wrong(model, given, words):

@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
-from batches import counting_tokens, graphs_of, prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import counting_tokens, graphs_of, prefilled
+from graft import Engine, GraftError
 from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
 from graft.loading import load
@@ -257,8 +257,7 @@ def test_text_that_is_cut_elsewhere_is_accepted(own, its, least):
 def test_drafted_tokens_that_are_accepted_are_not_read_again(twins):
     model, tokenizer, drafter, _ = twins
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = engine.open(engine.new_sequences(engine.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    prefill(engine, batch)
+    batch = prefilled(engine, engine.encode("the quick brown fox"), max_new_tokens=60)
     with counting_tokens(drafter.model) as sizes:
         for _ in range(4):
             engine.run_round(batch, Clock())
@@ -269,8 +268,7 @@ def test_its_probabilities_are_the_draft_models(twins):
     model, tokenizer, drafter, _ = twins
     drafter = drafter.with_settings(TREE)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = engine.open(engine.new_sequences(engine.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    prefill(engine, batch)
+    batch = prefilled(engine, engine.encode("the quick brown fox"), max_new_tokens=60)
     engine.run_round(batch, Clock())
     text, nodes = batch.sequences[0].ids, [((), 1.0)]
     (levels,) = drafter.passes(batch.draft, batch.roots())
@@ -468,8 +466,7 @@ def test_plain_rounds_between_are_read_later(twins, monkeypatch):
     model, tokenizer, drafter, _ = twins
     monkeypatch.setattr(small_model, "MAX_PENDING", 5)
     dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = dense.open(dense.new_sequences(dense.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    prefill(dense, batch)
+    batch = prefilled(dense, dense.encode("the quick brown fox"), max_new_tokens=60)
     grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
     for _ in range(8):
         dense.run_round(batch, Clock())

@@ -386,8 +386,3 @@ def test_a_stream_that_is_looked_at_or_cancelled_has_nothing_behind_a_stop_strin
             assert stream.result.text == byte_tokenizer().decode(answer[:place])
             stream.cancel()
     assert engine.target.pool.num_free == engine.target.pool.num_pages
-
-
-def test_where_there_is_no_gpu_nothing_is_told_of_its_memory(graft_tiny):
-    assert "steps" in (told := graft_tiny("generate", "hi", "--stats", "--device", "cpu").err)
-    assert "GPU memory" not in told

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
-from batches import counting_tokens, graphs_of, prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import counting_tokens, graphs_of, prefilled
+from graft import Engine, GraftError
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
 from graft.model import TargetRunner
@@ -48,17 +48,6 @@ def other():
         for own, more in zip(draft.parameters(), noise.parameters(), strict=True):
             own += 0.1 * more if own.dim() > 1 else 0
     return draft
-
-
-def settings_of(max_new_tokens):
-    return SamplingSettings(max_new_tokens=max_new_tokens)
-
-
-def prefilled(engine, *texts):
-    sequences = [s for text in texts for s in engine.new_sequences(text, settings_of(30))]
-    batch = engine.open(sequences)
-    prefill(engine, batch)
-    return batch
 
 
 def drafted(drafter, batch, keep=None, num_passes=4):
@@ -109,13 +98,6 @@ def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(mode
         assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
         assert sum(answer.stats.draft_passes for answer in answers) > 0
         assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
-
-
-def test_a_model_of_another_architecture_drafts_too(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model("qwen2", seed=2), VOCAB, TREE))
-    for options in ({}, SAMPLED):
-        plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12, **options)
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain.ids
 
 
 def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
