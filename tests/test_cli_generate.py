@@ -183,4 +183,4 @@ def test_a_block_head_drafts_the_same_text_and_one_that_does_not_fit_is_one_line
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_target_layers": 36}))
     wrong = graft_tiny("generate", "hi", "--draft", str(tmp_path))
     assert wrong.status == 2 and wrong.err.startswith(f"error: {tmp_path}") and wrong.err.count("\n") == 1
-    assert "is for a target with 36 layers, not 3: it belongs to another model" in wrong.err
+    assert "num_target_layers is 3 but num_target_layers is 36: delete the one that is wrong" in wrong.err
