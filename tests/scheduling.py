@@ -91,17 +91,24 @@ def alone(model, prompt, **options):
     return _ALONE[asked]
 
 
+class Unsettled(Scheduler):
+    """Preempts the youngest request every seventh round, as if the cache were full."""
+
+    def __init__(self, *given):
+        self.preempted, self._num_rounds = [], 0
+        super().__init__(*given)
+
+    def _extend_rows(self):
+        self._num_rounds += 1
+        if self._num_rounds % 7 == 0 and len(self._running) > 1 and self._batch is not None:
+            youngest = max(self._running, key=lambda job: job.number)
+            self.preempted.append(youngest)
+            self._preempt(youngest)
+        super()._extend_rows()
+
+
 def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
-    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
+    """A scheduler that preempts every few rounds, and the requests that it has preempted."""
+    monkeypatch.setattr("scheduling.Scheduler", Unsettled)
     scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    make_room, backs, numbers = scheduler._extend_rows, [], iter(range(10**9))
-
-    def and_preempt():
-        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
-        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
-            backs.append(youngest)
-            scheduler._preempt(youngest)
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
-    return scheduler, backs
+    return scheduler, scheduler.preempted

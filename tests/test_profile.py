@@ -128,7 +128,7 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
 
 
 def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch):
-    monkeypatch.setattr("graft.tuning.tuning._MAX_ROWS", 2)
+    monkeypatch.setattr("graft.tuning.tuning.MAX_ROWS", 2)
     engine = engine_for()
     answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
     profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)
