@@ -19,17 +19,10 @@ from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_he
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
 from pickles import RunsCode
+from tiny import target_config
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, RANK, DRAFTED = 41, 16, 24, 4, 2, 6, 3, 12
-TARGET = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=40,
-    num_hidden_layers=9,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TARGET = target_config(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=40, num_hidden_layers=9)
 ROOT, LENGTH = 7, 5
 
 
@@ -494,10 +487,7 @@ def nested(**changes):
 
 
 BAD_CONFIGS = [
-    (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "architecture GPT2LMHeadModel is not that of a block head; known are D",
-    ),
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not that of a block head; known are D"),
     ({"speculators_model_type": "medusa"}, "speculators_model_type medusa is not one of dflash, dspark"),
     ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),
     ({"block_size": None}, "block_size is missing: how many slots a block has"),

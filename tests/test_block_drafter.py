@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from batches import prefilled
-from block_heads import (
-    HEADS,
-    LONG,
-    MARGINAL,
-    PROMPT,
-    hidden_without_cache,
-    make_engine,
-    make_head,
-    plain_answers,
-)
+from block_heads import HEADS, LONG, MARGINAL, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers
 from graft import Engine
 from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter

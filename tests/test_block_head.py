@@ -2,20 +2,18 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from block_oracle import Network
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, default_target_layers
+from tiny import target_config
 
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 37, 16, 2, 4, 5
-TARGET = LlamaConfig(
+TARGET = target_config(
     vocab_size=VOCAB,
     hidden_size=HIDDEN,
     intermediate_size=24,
     num_hidden_layers=9,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=6,
     max_position_embeddings=64,
 )

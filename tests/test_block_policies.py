@@ -137,8 +137,7 @@ def seven_on(token):
 
 @pytest.mark.parametrize("kind", ["marginal", "conditional", "eagle3"])
 @pytest.mark.parametrize(
-    ("thresholds", "kept"),
-    [((1.0, 1.0, 1.0), 1), ((0.0, 1.0, 1.0), 2), ((0.0, 0.0, 1.0), 6), ((0.0, 0.0, 0.0), None)],
+    ("thresholds", "kept"), [((1.0, 1.0, 1.0), 1), ((0.0, 1.0, 1.0), 2), ((0.0, 0.0, 1.0), 6), ((0.0, 0.0, 0.0), None)]
 )
 def test_the_gate_that_stops_a_chain_says_how_much_is_kept_and_the_matrix_gives_the_rest(model, kind, thresholds, kept):
     engine = paper_engine(model, kind, thresholds)

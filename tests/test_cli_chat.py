@@ -91,7 +91,4 @@ def test_model_without_chat_template_is_refused(graft, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     result = graft("chat", "--model", str(folder))
-    assert (result.status, result.err) == (
-        2,
-        "error: this model has no chat template; try graft generate --raw\n",
-    )
+    assert (result.status, result.err) == (2, "error: this model has no chat template; try graft generate --raw\n")

@@ -15,9 +15,7 @@ def graft_demo(graft, model_folder, monkeypatch):
     return lambda: graft("demo", "--model", model_folder)
 
 
-def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(
-    graft_demo,
-):
+def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(graft_demo):
     result = graft_demo()
     assert result.status == 0
     assert result.out.count("✓") == 4

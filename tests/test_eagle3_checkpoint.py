@@ -11,17 +11,10 @@ from graft.errors import GraftError
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS
 from pickles import RunsCode
+from tiny import target_config
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 61, 20, 32
-TARGET = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=48,
-    num_hidden_layers=10,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TARGET = target_config()
 EMBEDDING = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
 TARGET_IDS = torch.arange(DRAFT_VOCAB) * 3  # what draft ids stand for
 LAYER_SHAPE = {

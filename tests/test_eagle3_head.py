@@ -4,21 +4,13 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from graft.errors import GraftError
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
+from tiny import target_config
 
 WIDTH = 6
-TARGET = LlamaConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+TARGET = target_config(num_hidden_layers=8, max_position_embeddings=64)
 NORMS = {
     "published": {},
     "norm_before_residual": {"norm_before_residual": True},

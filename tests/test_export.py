@@ -4,23 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from graft.errors import GraftError
 from graft.hub.export import export_custom_generate, export_head
 from graft.spec_decode.proposers import block, eagle3
-from tiny import tiny_model
+from tiny import target_config, tiny_model
 
-TARGET = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=10,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+TARGET = target_config(head_dim=8)
 SHAPE = {
     "hidden_size": 32,
     "target_hidden_size": 32,

@@ -146,13 +146,7 @@ class Problem:
         assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
 
-    def expected(
-        self,
-        window=None,
-        chunk=None,
-        softcap=None,
-        sinks=None,
-    ):
+    def expected(self, window=None, chunk=None, softcap=None, sinks=None):
         """Softmax over each token's own text, in double precision."""
         _, heads, head_dim = self.query.shape
         group = heads // self.keys.shape[1]
@@ -747,11 +741,7 @@ def test_devices_that_know_no_descriptors_load_the_same():
         assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "neurons"),
-    [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "neurons"), [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])], ids=str)
 def test_a_product_with_its_activation_has_the_bits_of_the_two_kernels(dtype, neurons):
     torch.manual_seed(0)
     weight, x = (torch.randn(*size).to(DEVICE, dtype) for size in ((2 * neurons, 128), (150, 128)))

@@ -97,12 +97,7 @@ def first_successor(table, ngram, salt=0):
 def test_a_chunk_is_judged_under_the_tokens_before_it():
     logits = torch.randn(1, 3, VOCAB)
     said = logits[0].argmax(dim=1).tolist()
-    for preceding, text in (
-        ([], [NO_TOKEN, NO_TOKEN]),
-        ([4], [NO_TOKEN, 4]),
-        ([3, 4], [3, 4]),
-        ([1, 2, 3, 4], [3, 4]),
-    ):
+    for preceding, text in (([], [NO_TOKEN, NO_TOKEN]), ([4], [NO_TOKEN, 4]), ([3, 4], [3, 4]), ([1, 2, 3, 4], [3, 4])):
         table = SuccessorTable(3, NUM_ROWS, isolated=True)
         learn(table, TargetTopK.of_chunk(verified(torch.tensor([[7, 8, 9]]), logits), preceding, salt=6))
         text = [*text, 7, 8, 9]

@@ -521,10 +521,7 @@ def test_the_same_proposals_give_the_tree_that_was_recorded():
     assert golden_rounds() == json.loads(GOLDEN.read_text())
 
 
-COMPILERS = {
-    "cc": ["cc"],
-    "zig": [sys.executable, "-m", "ziglang", "cc"],
-}
+COMPILERS = {"cc": ["cc"], "zig": [sys.executable, "-m", "ziglang", "cc"]}
 
 
 def works(command, folder):
