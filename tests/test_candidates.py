@@ -97,7 +97,7 @@ def test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_an
         assert (tree.sources[row].diff().eq(PADDING - tree.sources[row][:-1]) | tree.valid[row][1:]).all()
 
 
-def test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept():
+def test_the_children_of_a_duplicate_move_to_the_node_that_is_kept():
     candidates = Candidates(torch.tensor([1]), [[0, 0, 1]])
     ones = torch.ones(1, 2, dtype=torch.int64)
     candidates.add(torch.tensor([[5, 5]]), torch.tensor([[0, 0]]), torch.tensor([[0.6, 0.5]]), ones, ones)

@@ -381,18 +381,18 @@ def first_of(parts):
 
 
 @pytest.mark.parametrize("part", first_of(30))
-def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
+def test_a_failing_function_harms_only_its_own_request_or_round(shared, part):
     fail_everywhere(shared, CallTracer, part, of=30, every=64)
 
 
 @pytest.mark.parametrize("part", first_of(9))
-def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
+def test_a_failing_allocation_harms_only_its_own_request_or_round(shared, part):
     fail_everywhere(shared, AllocationTracer, part, of=9, every=72)
 
 
 @pytest.mark.parametrize("part", first_of(2))
 @pytest.mark.parametrize("time", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, part, time):
+def test_a_failing_listener_harms_only_its_own_request(shared, part, time):
     fail_everywhere(shared, Tracer, part, of=2, counts=lambda number: {1 if time == "first" else number})
 
 
@@ -410,7 +410,7 @@ def captured(constrained, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
-def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
+def test_a_failure_with_captured_steps_harms_no_other_request(captured, kind):
     """A run takes seconds here, so a few points stand for all."""
     fail_everywhere(captured, kind, of=420 if kind is CallTracer else 390, every=8)
 
@@ -419,7 +419,7 @@ def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
-def test_what_fails_at_any_point_where_steps_are_captured_harms_nobody_else(captured, kind):
+def test_a_failure_at_any_point_with_captured_steps_harms_no_other_request(captured, kind):
     fail_everywhere(captured, kind)
 
 
@@ -427,5 +427,5 @@ def test_what_fails_at_any_point_where_steps_are_captured_harms_nobody_else(capt
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
 @pytest.mark.parametrize("part", range(16))
-def test_what_fails_at_any_point_at_several_times_harms_nobody_else(shared, kind, part):
+def test_a_failure_at_any_point_at_several_times_harms_no_other_request(shared, kind, part):
     fail_everywhere(shared, kind, part, of=16, counts=lambda number: {1, min(2, number), (number + 1) // 2, number})

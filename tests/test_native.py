@@ -194,7 +194,7 @@ def test_places_to_look_up_are_the_likeliest_nodes(both, count, max_depth):
 
 @settings(deadline=None)
 @given(both_pools(), st.data())
-def test_what_was_put_to_the_test_is_counted(both, data):
+def test_calibration_counts_what_the_target_has_judged(both, data):
     known, candidates = both.pools
     for each in both.pools:
         each.merge(DRAFTED, both.chances)
@@ -347,7 +347,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=
     st.booleans(),
     st.sampled_from([0, 1, 7]),
 )
-def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, has_room, num_prompt):
+def test_copies_are_attached(finished, texts, seed, depth, num_nodes, num_drafted, has_room, num_prompt):
     """Below the root and below what was proposed: of texts that grow, some of them a group's, and of finished ones."""
     lookup = SuffixLookup(depth=depth, num_nodes=num_nodes, num_drafted=num_drafted, max_past_tokens=50)
     groups = [random.Random(seed + row).choice([None, 1, 2]) for row in range(len(texts))]
@@ -640,7 +640,7 @@ def test_a_pool_grows_beyond_its_first_room():
     assert both[1].nodes.paths.tolist() == known
 
 
-def test_memory_is_used_again_unless_somebody_may_look_at_it():
+def test_memory_is_reused_unless_somebody_has_a_view_of_it():
     roots, texts = torch.tensor([1, 2]), [[1], [2]]
     candidates = Candidates(roots, texts)
     memory = candidates.ref

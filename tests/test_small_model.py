@@ -121,7 +121,7 @@ def test_the_same_model_may_be_target_and_drafter(model):
     assert answer.stats.mean_accepted == CHAIN.depth + 2
 
 
-def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_root(model, other):
+def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joins(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     dense = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(dense, PROMPT)
@@ -138,7 +138,7 @@ def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_roo
     assert_is_what_the_model_says(other, batch.sequences[0].ids, drafted(drafter, batch)[0])
 
 
-def test_much_that_waits_is_read_without_a_draft(model, other, monkeypatch):
+def test_many_pending_tokens_are_read_without_drafting(model, other, monkeypatch):
     monkeypatch.setattr(small_model, "MAX_PENDING", 3)
     engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
     batch = prefilled(engine, PROMPT)
@@ -209,7 +209,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     assert backs
 
 
-def test_its_keys_and_values_count_as_memory(model):
+def test_the_draft_models_kv_cache_counts_as_memory(model):
     drafter = SmallModelDrafter(tiny_model(num_hidden_layers=2), VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.generate(PROMPT, max_new_tokens=2)
@@ -218,7 +218,7 @@ def test_its_keys_and_values_count_as_memory(model):
     assert drafter.num_slots == 1 + TREE.depth * TREE.topk
 
 
-def test_a_pool_that_nobody_uses_any_more_is_freed_with_the_runner_over_it(model, other):
+def test_an_unused_pool_is_freed_with_its_runners(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.generate(PROMPT, max_new_tokens=2)
