@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from graft import SamplingSettings
 from graft.engine import Engine, PrefillChunk
+from graft.model.decoder_layers import layers_of
 from graft.request.batch import Batch
 
 
@@ -13,6 +17,27 @@ def prefill(engine: Engine, batch: Batch) -> None:
     for row in range(len(batch.sequences)):
         while (chunk := batch.next_chunk(row, engine.target.chunk_size)).tokens:
             engine.prefill([PrefillChunk(batch, row, chunk)])
+
+
+def prefilled(engine: Engine, *prompts: list[int], max_new_tokens: int = 30) -> Batch:
+    """A batch of these prompts, a row each, ready for its first round."""
+    settings = SamplingSettings(max_new_tokens=max_new_tokens)
+    batch = engine.open([sequence for prompt in prompts for sequence in engine.new_sequences(prompt, settings)])
+    prefill(engine, batch)
+    return batch
+
+
+@contextmanager
+def counting_tokens(model: Any) -> Iterator[list[int]]:
+    """The number of tokens of every forward that a model makes meanwhile."""
+    sizes: list[int] = []
+
+    def count(layer: Any, args: Any, kwargs: Any) -> None:
+        sizes.append(args[0].shape[1])
+
+    hook = layers_of(model)[0].register_forward_pre_hook(count, with_kwargs=True)
+    yield sizes
+    hook.remove()
 
 
 def graphs_of(target: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batches import prefill
-from graft import Engine, SamplingSettings
+from graft import Engine
 from graft.model import target_for
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead
@@ -37,16 +36,6 @@ def make_head(model, seed=0, size=5, **changes) -> BlockHead:
     head.borrow_embedding(model.get_input_embeddings().weight)
     head.borrow_lm_head(model.get_output_embeddings().weight)
     return head.eval()
-
-
-def settings_of(max_new_tokens):
-    return SamplingSettings(max_new_tokens=max_new_tokens)
-
-
-def prefilled(engine, *prompts):
-    batch = engine.open([s for prompt in prompts for s in engine.new_sequences(prompt, settings_of(30))])
-    prefill(engine, batch)
-    return batch
 
 
 @torch.no_grad()

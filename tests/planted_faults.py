@@ -84,14 +84,14 @@ FAULTS = (
         "                self._host_tables[row.block_table_row, start : len(row.pages)] = row.pages[start:]\n"
         "                self._is_changed = True\n",
         "                self._host_tables[row.block_table_row, start : len(row.pages)] = row.pages[start:]\n",
-        ("test_pages.py::test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have",),
+        ("test_pages.py::test_the_block_tables_on_the_device_list_the_pages_of_a_row_that_has_grown",),
     ),
     Fault(
         "pages: more is kept than the drafter has entries of",
         _PAGES,
         "min(row.length, len(text), row.length if num_entries is None else num_entries)",
         "min(row.length, len(text))",
-        ("test_pages.py::test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of",),
+        ("test_pages.py::test_the_prefix_cache_keeps_no_more_of_a_text_than_the_drafter_has_entries_for",),
     ),
     Fault(
         "pages: those read without the drafter serve requests that draft",
@@ -341,7 +341,7 @@ FAULTS = (
         _PAGES,
         'blake2b(page_hash + array("q"',
         'blake2b(salt.encode() + array("q"',
-        ("test_pages.py::test_a_kept_page_is_found_behind_its_own_beginning_alone",),
+        ("test_pages.py::test_a_cached_page_is_found_only_after_the_same_prefix",),
     ),
     Fault(
         "prefix cache: the last token found is not read again for the drafter",
@@ -377,28 +377,28 @@ FAULTS = (
         _PAGES,
         "            kept = -(-num_slots // PAGE)\n",
         "            kept = num_slots // PAGE\n",
-        ("test_pages.py::test_of_a_row_that_is_trimmed_the_page_that_it_ends_in_stays",),
+        ("test_pages.py::test_trimming_a_row_keeps_the_page_that_it_ends_in",),
     ),
     Fault(
         "pages: kept pages are handed out while they are still found by their text",
         _PAGES,
         "free = np.flatnonzero((self._ref_counts == 0) & ~self._is_kept)",
         "free = np.flatnonzero(self._ref_counts == 0)",
-        ("test_pages.py::test_a_kept_text_loses_its_end_before_its_beginning",),
+        ("test_pages.py::test_eviction_takes_the_end_of_a_cached_text_first",),
     ),
     Fault(
         "pages: a row grows into a page that is kept",
         _PAGES,
         "not (self._ref_counts[after:end].any() or self._is_kept[after:end].any())",
         "not self._ref_counts[after:end].any()",
-        ("test_pages.py::test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept",),
+        ("test_pages.py::test_a_row_grows_into_the_next_page_unless_it_is_used_or_cached",),
     ),
     Fault(
         "pages: pages shared from the prefix cache may be given to others",
         _PAGES,
         "        self._ref_counts[shared] += 1\n        row.pages.extend(shared)\n",
         "        row.pages.extend(shared)\n",
-        ("test_pages.py::test_pages_that_a_row_shares_are_given_to_nobody_else",),
+        ("test_pages.py::test_pages_that_a_row_shares_are_not_allocated_again",),
     ),
     # The scheduler
     Fault(
@@ -550,14 +550,14 @@ FAULTS = (
         _CALIBRATION,
         "(self._accepted / self._expected)",
         "(self._expected / self._accepted)",
-        ("test_learning.py::test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less",),
+        ("test_learning.py::test_overestimated_paths_count_for_less",),
     ),
     Fault(
         "calibration: paths are counted with those twice as likely",
         _CALIBRATION,
         "powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)",
         "powers = np.clip(-np.frexp(tree)[1] - 1, 0, _NUM_POWERS - 1)",
-        ("test_learning.py::test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less",),
+        ("test_learning.py::test_overestimated_paths_count_for_less",),
     ),
     Fault(
         "calibration: it goes on with the probabilities of its first round",
@@ -571,7 +571,7 @@ FAULTS = (
         _NATIVE + "candidates.c",
         "if (outcome[i] & FITTED) fitted[cell] += 1.0f;",
         "if (outcome[row.fields[PARENT][i]] & FOLLOWED) fitted[cell] += 1.0f;",
-        ("test_native.py::test_what_was_put_to_the_test_is_counted",),
+        ("test_native.py::test_calibration_counts_what_the_target_has_judged",),
     ),
     Fault(
         "calibration: only failures fade",
@@ -593,7 +593,7 @@ FAULTS = (
         _NATIVE + "candidates.c",
         "            parents[i] = kept[parents[i]];\n",
         "",
-        ("test_candidates.py::test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept",),
+        ("test_candidates.py::test_the_children_of_a_duplicate_move_to_the_node_that_is_kept",),
     ),
     Fault(
         "merge: a proposal of one source counts as agreed on",
@@ -635,7 +635,7 @@ FAULTS = (
         _NATIVE + "suffix.c",
         "if (place == stop || place - index->dropped < least_start) continue;",
         "if (place - index->dropped < least_start) continue;",
-        ("test_native.py::test_copies_are_hung",),
+        ("test_native.py::test_copies_are_attached",),
     ),
     Fault(
         "isolation: texts without an owner share what they teach the tables",

@@ -13,7 +13,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from graft.spec_decode.proposers.successor_table import _FACTORS
 from graft.tree.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED
 
 NUM_BUCKETS = 16
@@ -21,6 +20,17 @@ MAX_MATCH, MAX_OCCURRENCES = 24, 12
 MATCHES, SHARES = (2, 3, 4, 6, 9, 13, 18, MAX_MATCH), (0.0, 0.3, 0.6, 0.9)
 SURE, LEAST = np.float32(0.999), np.float32(1e-30)
 MASK = (1 << 64) - 1
+
+
+def splitmix(number):
+    """The published SplitMix64 of a state."""
+    x = (number + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+FACTORS = [splitmix(number) | 1 for number in range(4)]  # of a row's hash: for three tokens and the salt
 
 
 def bucket_of(probability):
@@ -300,9 +310,8 @@ class Tables:
         order, bits, _ = kind
         if bits is None:
             return token, 0
-        factors = _FACTORS.tolist()
-        ngram = zip((token, before, earlier)[:order], factors, strict=False)
-        tag = (sum(number * factor for number, factor in ngram) + salt * factors[3]) & MASK
+        ngram = zip((token, before, earlier)[:order], FACTORS, strict=False)
+        tag = (sum(number * factor for number, factor in ngram) + salt * FACTORS[3]) & MASK
         return (tag >> (64 - bits) if bits else 0), tag
 
     def learn(self, ngrams):

@@ -15,6 +15,16 @@ def new_model():
     return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
 
 
+def assert_unused(pool):
+    """All pages are free, and all rows of the block tables: as many can be opened as there are."""
+    assert pool.num_free == pool.num_pages, "pages are not given back"
+    before = pool.num_resized
+    rows = [pool.open_row(0) for _ in range(pool.num_table_rows - 1)]
+    assert pool.num_resized == before, "rows of the block tables are not given back"
+    for row in rows:
+        pool.release(row)
+
+
 @contextmanager
 def schedulers():
     """Makes schedulers that are ready, each over a model of its own, and closes them."""
@@ -30,10 +40,7 @@ def schedulers():
     for scheduler in made:
         scheduler.close()
         assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
-        pool = scheduler.pool
-        assert pool.num_free == pool.num_pages and len(pool._free_table_rows) == pool.num_table_rows - 1, (
-            "something is left"
-        )
+        assert_unused(scheduler.pool)
 
 
 def undisturbed(scheduler):
@@ -84,17 +91,24 @@ def alone(model, prompt, **options):
     return _ALONE[asked]
 
 
+class Unsettled(Scheduler):
+    """Preempts the youngest request every seventh round, as if the cache were full."""
+
+    def __init__(self, *given):
+        self.preempted, self._num_rounds = [], 0
+        super().__init__(*given)
+
+    def _extend_rows(self):
+        self._num_rounds += 1
+        if self._num_rounds % 7 == 0 and len(self._running) > 1 and self._batches:
+            youngest = max(self._running, key=lambda job: job.number)
+            self.preempted.append(youngest)
+            self._preempt(youngest)
+        super()._extend_rows()
+
+
 def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
-    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
+    """A scheduler that preempts every few rounds, and the requests that it has preempted."""
+    monkeypatch.setattr("scheduling.Scheduler", Unsettled)
     scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    make_room, backs, numbers = scheduler._extend_rows, [], iter(range(10**9))
-
-    def and_preempt():
-        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
-        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batches:
-            backs.append(youngest)
-            scheduler._preempt(youngest)
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
-    return scheduler, backs
+    return scheduler, scheduler.preempted

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +14,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from block_oracle import Network
-from graft.cli import main
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
+from pickles import RunsCode
+from tiny import target_config
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, RANK, DRAFTED = 41, 16, 24, 4, 2, 6, 3, 12
-TARGET = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=40,
-    num_hidden_layers=9,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TARGET = target_config(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=40, num_hidden_layers=9)
 ROOT, LENGTH = 7, 5
 
 
-def random(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
+def random(*shape, seed, mean=0.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.3 + mean
 
 
@@ -63,7 +53,7 @@ class Published:
     block_size: int = 4
     markov: str | None = None
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         tensors = {self.names(name): tensor.clone() for name, tensor in self.tensors.items()} | self.others
@@ -73,7 +63,7 @@ class Published:
             save_file(tensors, folder / self.file)
 
     @property
-    def network(self) -> Network:
+    def network(self):
         embedding = self.tensors.get("embed_tokens.weight", EMBEDDING)
         return Network(
             state=self.tensors,
@@ -89,13 +79,13 @@ class Published:
             theta=1e6,
         )
 
-    def hidden(self) -> list[Tensor]:
+    def hidden(self):
         slots = self.network.hidden(ROOT, FEATURES[:, list(self.reads)].flatten(1))
         return slots if self.shifted else slots[1:]
 
 
-def backbone(taps: int, **more: Tensor) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * HIDDEN)}
+def backbone(taps, **more):
+    shapes = {"fc.weight": (HIDDEN, taps * HIDDEN)}
     for layer in ("layers.0", "layers.1"):
         shapes |= {
             f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
@@ -118,7 +108,7 @@ def backbone(taps: int, **more: Tensor) -> dict[str, Tensor]:
     return made | more
 
 
-def markov_head(kind: str = "vanilla", drafted: int = VOCAB) -> dict[str, Tensor]:
+def markov_head(kind="vanilla", drafted=VOCAB):
     made = {
         "markov_head.markov_w1.weight": random(VOCAB, RANK, seed=50),
         "markov_head.markov_w2.weight": random(drafted, RANK, seed=51),
@@ -132,7 +122,7 @@ def markov_head(kind: str = "vanilla", drafted: int = VOCAB) -> dict[str, Tensor
     return made
 
 
-def confidence_head(with_markov: bool = True) -> dict[str, Tensor]:
+def confidence_head(with_markov=True):
     width = HIDDEN + RANK if with_markov else HIDDEN
     return {"confidence_head.proj.weight": random(1, width, seed=56), "confidence_head.proj.bias": random(1, seed=57)}
 
@@ -154,7 +144,7 @@ SHAPE = {
 }
 
 
-def zlab() -> Published:
+def zlab():
     """block_size at the top; layers by their outputs."""
     config = SHAPE | {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 9}
     config |= {"layer_types": ["full_attention"] * 2, "dflash_config": {"target_layer_ids": [1, 3, 6]}}
@@ -162,7 +152,7 @@ def zlab() -> Published:
     return Published(config, backbone(3), (2, 4, 7), shifted=False, kind="DFlash", layout="zlab")
 
 
-def zlab_with_windows() -> Published:
+def zlab_with_windows():
     """Everything in dflash_config; a layer with a window is causal; in a pickle."""
     config = SHAPE | {"architectures": ["DFlashDraftModel"], "layer_types": ["sliding_attention", "full_attention"]}
     config |= {"sliding_window": 3, "dflash_config": {"block_size": 4, "mask_token_id": 5, "target_layer_ids": [0, 7]}}
@@ -171,33 +161,33 @@ def zlab_with_windows() -> Published:
     )
 
 
-def usual_layers() -> Published:
+def usual_layers():
     """No layer numbers: one for each of the head's own, spread over the target's nine."""
     config = SHAPE | {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": {"mask_token_id": 5}}
     return Published(config, backbone(2), (2, 7), shifted=False, kind="DFlash", layout="zlab")
 
 
-def jetspec() -> Published:
+def jetspec():
     config = zlab().config
     config["dflash_config"]["causal_head"] = True
     return Published(config, backbone(3), (2, 4, 7), False, "JetSpec", "zlab", causal=(True, True))
 
 
-def everywhere_a_window() -> Published:
+def everywhere_a_window():
     """use_swa: all layers have a window, and none is causal."""
     config = zlab().config
     config["dflash_config"] |= {"use_swa": True, "swa_window_size": 3}
     return Published(config, backbone(3), (2, 4, 7), False, "DFlash", "zlab", windows=(3, 3))
 
 
-def llama_layers() -> Published:
+def llama_layers():
     """No norms of queries and keys."""
     tensors = {name: tensor for name, tensor in backbone(3).items() if "q_norm" not in name and "k_norm" not in name}
     config = zlab().config | {"model_type": "llama"}
     return Published(config, tensors, (2, 4, 7), shifted=False, kind="DFlash", layout="zlab")
 
 
-def deepspec() -> Published:
+def deepspec():
     """Flat keys, -1 for the embeddings, frozen copies of the target's weights, shifted without saying so."""
     config = SHAPE | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": 5, "num_anchors": 512}
     config |= {"num_target_layers": 9, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 2}
@@ -208,7 +198,7 @@ def deepspec() -> Published:
     return Published(config, tensors, (0, 4, 7), True, "DSpark", "deepspec", markov="vanilla")
 
 
-def deepspec_dflash() -> Published:
+def deepspec_dflash():
     """DeepSpec's own DFlash: the same architecture without its heads, and shifted too."""
     published = deepspec()
     published.config |= {"markov_rank": 0, "enable_confidence_head": False}
@@ -217,7 +207,7 @@ def deepspec_dflash() -> Published:
     return published
 
 
-def specforge_dspark() -> Published:
+def specforge_dspark():
     """Keys in dflash_config; no word on the confidence head but its tensors."""
     config = zlab().config | {"architectures": ["DSparkDraftModel"]}
     config["dflash_config"] |= {"projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated"}
@@ -225,19 +215,19 @@ def specforge_dspark() -> Published:
     return Published(config, tensors, (2, 4, 7), True, "DSpark", "specforge", markov="gated")
 
 
-def flat_tensors() -> Published:
+def flat_tensors():
     """markov_w1 and confidence_proj at the top, as TensorRT-LLM reads them; slots said by shift_label."""
     config = zlab().config
     config["dflash_config"] |= {"shift_label": True, "markov_rank": RANK, "use_confidence_head": True}
 
-    def flat(name: str) -> str:
+    def flat(name):
         return name.replace("markov_head.", "").replace("confidence_head.proj.", "confidence_proj.")
 
     tensors = backbone(3, **markov_head(), **confidence_head())
     return Published(config, tensors, (2, 4, 7), True, "DSpark", "zlab", names=flat, markov="vanilla")
 
 
-def recurrent() -> Published:
+def recurrent():
     published = deepspec()
     published.config |= {"markov_head_type": "rnn", "confidence_head_with_markov": False}
     published.tensors |= markov_head("rnn") | confidence_head(with_markov=False)
@@ -245,7 +235,7 @@ def recurrent() -> Published:
     return published
 
 
-def speculators(algorithm: str = "dflash") -> dict[str, Any]:
+def speculators(algorithm="dflash"):
     return {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": algorithm,
@@ -260,18 +250,18 @@ def speculators(algorithm: str = "dflash") -> dict[str, Any]:
     }
 
 
-def speculators_tensors(**more: Tensor) -> dict[str, Tensor]:
+def speculators_tensors(**more):
     own = {"embed_tokens.weight": random(VOCAB, HIDDEN, seed=60), "lm_head.weight": random(DRAFTED, HIDDEN, seed=61)}
     return backbone(3, **own, **more)
 
 
-def speculators_others() -> dict[str, Tensor]:
+def speculators_others():
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[torch.arange(DRAFTED) * 3] = True
     return {"d2t": torch.arange(DRAFTED) * 2, "t2d": t2d, "verifier_norm.weight": torch.ones(HIDDEN)}
 
 
-def speculators_dflash() -> Published:
+def speculators_dflash():
     """A nested shape, layers by their inputs, a draft vocabulary, windows that are not causal."""
     config = speculators() | {"sliding_window_non_causal": True}
     config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
@@ -287,7 +277,7 @@ def speculators_dflash() -> Published:
     )
 
 
-def speculators_dspark() -> Published:
+def speculators_dspark():
     """Shifted, since that is what dspark means there; the first Markov table has all tokens, the second the drafted."""
     config = speculators("dspark") | {"architectures": ["DSparkDraftModel"], "markov_rank": RANK}
     config |= {"enable_confidence_head": False}
@@ -296,7 +286,7 @@ def speculators_dspark() -> Published:
     return Published(config, tensors, (2, 4, 7), True, "DSpark", "speculators", others=others, markov="vanilla")
 
 
-def speculators_in_place() -> Published:
+def speculators_in_place():
     """sample_from_anchor speaks against what is usual."""
     published = speculators_dspark()
     published.config["sample_from_anchor"] = False
@@ -304,7 +294,7 @@ def speculators_in_place() -> Published:
     return published
 
 
-def treeflash() -> Published:
+def treeflash():
     """The backbone below model., the conditional head beside it."""
     config = zlab().config | {"architectures": ["TreeFlashDraftModel"]}
     config["treeflash_config"] = {"ar_approximation": "swiglu", "candidate_tokens": 16}
@@ -315,7 +305,7 @@ def treeflash() -> Published:
         "ar_approximation.norm.weight": random(HIDDEN, seed=73, mean=1.0),
     }
 
-    def below(name: str) -> str:
+    def below(name):
         return name if name.startswith("ar_") else f"model.{name}"
 
     return Published(config, backbone(3, **own), (2, 4, 7), False, "TreeFlash", "treeflash", names=below)
@@ -343,23 +333,23 @@ PUBLISHED = {
 }
 
 
-def load(folder: Path, target: LlamaConfig = TARGET, slots: str | None = None) -> BlockHead:
+def load(folder, target=TARGET, slots=None):
     return load_head(folder, target, torch.float32, "cpu", EMBEDDING, LM_HEAD, slots)
 
 
 @torch.no_grad()
-def hidden_of(head: BlockHead) -> Tensor:
+def hidden_of(head):
     features = FEATURES[:, list(head.config.target_layers)].flatten(1)[None]
     past = head.context(features, torch.arange(LENGTH)[None])
     return head.block(torch.tensor([ROOT]), torch.tensor([LENGTH]), past)
 
 
-def close(own: Tensor, expected: Tensor) -> None:
+def close(own, expected):
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_head_in_a_published_spelling_computes_what_its_project_does(name: str, tmp_path: Path) -> None:
+def test_a_head_in_a_published_spelling_computes_what_its_project_does(name, tmp_path):
     published = PUBLISHED[name]()
     published.write(tmp_path)
     head = load(tmp_path)
@@ -387,7 +377,7 @@ def test_a_head_in_a_published_spelling_computes_what_its_project_does(name: str
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_inspection_tells_kind_layout_and_slots(name: str, tmp_path: Path) -> None:
+def test_inspection_tells_kind_layout_and_slots(name, tmp_path):
     published = PUBLISHED[name]()
     published.write(tmp_path)
     found = inspect_head(tmp_path)
@@ -397,12 +387,12 @@ def test_inspection_tells_kind_layout_and_slots(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("slots", "shifted"), [("in-place", False), ("shifted", True), (None, False)])
-def test_slots_may_be_chosen_where_the_config_does_not_say(slots: str | None, shifted: bool, tmp_path: Path) -> None:
+def test_slots_may_be_chosen_where_the_config_does_not_say(slots, shifted, tmp_path):
     zlab().write(tmp_path)
     assert load(tmp_path, slots=slots).config.shifted is shifted
 
 
-def test_slots_cannot_be_chosen_against_the_config(tmp_path: Path) -> None:
+def test_slots_cannot_be_chosen_against_the_config(tmp_path):
     speculators_in_place().write(tmp_path)
     assert not load(tmp_path, slots="in-place").config.shifted
     with pytest.raises(GraftError, match="it says that the slots are not shifted: leave the choice to it"):
@@ -411,7 +401,7 @@ def test_slots_cannot_be_chosen_against_the_config(tmp_path: Path) -> None:
         load(tmp_path, slots="left")
 
 
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "plain": {},
     "causal": {"causal": (True, True), "shifted": False},
     "windows": {"causal": (True, False), "windows": (6, None)},
@@ -426,7 +416,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def make_head(**changes: Any) -> BlockHead:
+def make_head(**changes):
     usual = {"block_size": 4, "mask_token_id": 5, "shifted": True}
     head = BlockHead(BlockConfig.for_target(TARGET, 2, **(usual | changes)))
     generator = torch.Generator().manual_seed(5)
@@ -439,7 +429,7 @@ def make_head(**changes: Any) -> BlockHead:
 
 
 @pytest.mark.parametrize("changes", OWN.values(), ids=OWN)
-def test_saving_and_loading_gives_the_same_head(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_saving_and_loading_gives_the_same_head(changes, tmp_path):
     head = make_head(**changes)
     save_head(head, tmp_path / "new" / "folder")
     loaded = load(tmp_path / "new" / "folder")
@@ -450,7 +440,7 @@ def test_saving_and_loading_gives_the_same_head(changes: dict[str, Any], tmp_pat
     assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
 
 
-def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_beside_them(tmp_path: Path) -> None:
+def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_beside_them(tmp_path):
     """vLLM refuses tensors it does not know, so model.safetensors has DFlash's alone."""
     save_head(make_head(conditional=True, own_mask=True).to(torch.bfloat16), tmp_path, {"trained_on": "stories"})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -467,13 +457,13 @@ def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_besi
     assert (mask["mask_token_id"], mask["embedding"].shape) == (5, (HIDDEN,))
 
 
-def test_a_head_with_a_markov_head_is_saved_as_deepspec_does(tmp_path: Path) -> None:
+def test_a_head_with_a_markov_head_is_saved_as_deepspec_does(tmp_path):
     save_head(make_head(markov="vanilla", markov_rank=3), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["markov_rank"]) == (["Qwen3DSparkModel"], 3)
 
 
-def test_nothing_of_the_head_before_stays_in_a_folder(tmp_path: Path) -> None:
+def test_nothing_of_the_head_before_stays_in_a_folder(tmp_path):
     save_head(make_head(conditional=True, own_mask=True), tmp_path)
     save_head(make_head(), tmp_path)
     assert load(tmp_path).config == make_head().config
@@ -486,21 +476,18 @@ def test_nothing_of_the_head_before_stays_in_a_folder(tmp_path: Path) -> None:
         ({"causal": (True, False)}, "layers that are causal and layers that are not have no layout"),
     ],
 )
-def test_a_head_that_no_layout_can_say_is_not_written(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_head_that_no_layout_can_say_is_not_written(changes, message, tmp_path):
     with pytest.raises(GraftError, match=message):
         save_head(make_head(**changes), tmp_path / "head")
     assert not (tmp_path / "head").exists()
 
 
-def nested(**changes: Any) -> dict[str, Any]:
+def nested(**changes):
     return {"dflash_config": zlab().config["dflash_config"] | changes}
 
 
-BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "architecture GPT2LMHeadModel is not that of a block head; known are D",
-    ),
+BAD_CONFIGS = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not that of a block head; known are D"),
     ({"speculators_model_type": "medusa"}, "speculators_model_type medusa is not one of dflash, dspark"),
     ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),
     ({"block_size": None}, "block_size is missing: how many slots a block has"),
@@ -558,7 +545,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[message for _, message in BAD_CONFIGS])
-def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_named(changes, message, tmp_path):
     published = zlab()
     published.config |= changes
     published.write(tmp_path)
@@ -568,7 +555,7 @@ def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_markov_head_of_another_rank_is_named(tmp_path: Path) -> None:
+def test_a_markov_head_of_another_rank_is_named(tmp_path):
     published = deepspec()
     published.config["markov_rank"] = 256
     published.write(tmp_path)
@@ -577,11 +564,11 @@ def test_a_markov_head_of_another_rank_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def spoil(tensors: dict[str, Tensor]) -> None:
+def spoil(tensors):
     tensors["layers.1.self_attn.k_norm.weight"].fill_(torch.nan)
 
 
-BAD_TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
+BAD_TENSORS = [
     (lambda tensors: tensors.pop("fc.weight"), "is not a block head: it has no tensor fc.weight"),
     (lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"), "has no tensor layers.1.mlp.up_proj.weight"),
     (lambda tensors: tensors.pop("layers.0.self_attn.q_norm.weight"), "has no tensor layers.0.self_attn.q_norm.weight"),
@@ -598,9 +585,7 @@ BAD_TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_TENSORS, ids=[message for _, message in BAD_TENSORS])
-def test_a_tensor_that_does_not_fit_is_named(
-    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_does_not_fit_is_named(change, message, tmp_path):
     published = zlab()
     change(published.tensors)
     published.write(tmp_path)
@@ -609,7 +594,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_not_qwen3(tmp_path: Path) -> None:
+def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_not_qwen3(tmp_path):
     published = llama_layers()
     published.config["model_type"] = "qwen3"
     published.write(tmp_path)
@@ -617,7 +602,7 @@ def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_
         load(tmp_path)
 
 
-def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path):
     published = treeflash()
     del published.tensors["layers.0.mlp.up_proj.weight"]
     published.write(tmp_path)
@@ -626,7 +611,7 @@ def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_masked_slots_have_the_vector_of_the_mask_file(as_dict: bool, tmp_path: Path) -> None:
+def test_masked_slots_have_the_vector_of_the_mask_file(as_dict, tmp_path):
     published = zlab()
     published.write(tmp_path)
     vector = random(HIDDEN, seed=80)
@@ -636,21 +621,13 @@ def test_masked_slots_have_the_vector_of_the_mask_file(as_dict: bool, tmp_path: 
     assert inspect_head(tmp_path).files == ("model.safetensors", "mask_embedding.pt")
 
 
-class Exploit:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return os.mkdir, (str(self.folder),)
-
-
-def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path: Path) -> None:
+def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path):
     zlab().write(tmp_path)
     for content, message in (
         ({"embedding": torch.ones(HIDDEN), "mask_token_id": 9}, "is for mask token 9, but config.json has 5"),
         ({"vector": torch.ones(HIDDEN)}, "mask_embedding.pt holds no embedding"),
         (torch.ones(HIDDEN + 1), r"mask_embedding is torch.float32 \[17\], expected floats \[16\]"),
-        (Exploit(tmp_path / "run"), "mask_embedding.pt is damaged, or holds more than tensors"),
+        (RunsCode(tmp_path / "run"), "mask_embedding.pt is damaged, or holds more than tensors"),
     ):
         torch.save(content, tmp_path / "mask_embedding.pt")
         with pytest.raises(GraftError, match=message):
@@ -666,13 +643,13 @@ def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path: Path)
         ({"num_hidden_layers": 4}, "is for a target with 9 layers, not 4: it belongs to another model"),
     ],
 )
-def test_another_models_head_is_refused(changes: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_another_models_head_is_refused(changes, message, tmp_path):
     zlab().write(tmp_path)
     with pytest.raises(GraftError, match=message):
         load(tmp_path, LlamaConfig(**(TARGET.to_dict() | changes)))
 
 
-def test_borrowed_weights_are_not_copied_and_must_fit(tmp_path: Path) -> None:
+def test_borrowed_weights_are_not_copied_and_must_fit(tmp_path):
     zlab().write(tmp_path)
     head = load(tmp_path)
     assert head.target_embedding is not None and head.target_lm_head is not None
@@ -682,70 +659,53 @@ def test_borrowed_weights_are_not_copied_and_must_fit(tmp_path: Path) -> None:
         load_head(tmp_path, TARGET, torch.float32, "cpu", EMBEDDING, LM_HEAD[:40])
 
 
-def load_check(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit status of `graft load-check WORDS`."""
-    monkeypatch.setattr(sys, "argv", ["graft", "load-check", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
+@pytest.fixture
+def load_check(graft, tmp_path):
+    """Runs `graft load-check` for the head in tmp_path/head and a target."""
+
+    def run(*words, target=TARGET):
+        target.save_pretrained(tmp_path / "target")
+        return graft("load-check", str(tmp_path / "head"), "--model", str(tmp_path / "target"), *words)
+
+    return run
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_load_check_shows_a_head_that_fits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_check_shows_a_head_that_fits(name, tmp_path, load_check):
     published = PUBLISHED[name]()
     published.write(tmp_path / "head")
-    TARGET.save_pretrained(tmp_path / "target")
-    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 0
-    output = capsys.readouterr().out
+    output = load_check().out
     assert f"kind           {published.kind} " in output
     assert f"4 slots that draft {4 if published.shifted else 3} tokens" in output
     assert f"slots          {'shifted' if published.shifted else 'in place'}" in output
     assert f"reads the inputs of layers {', '.join(map(str, published.reads))}." in output
 
 
-def test_load_check_takes_slots_and_shows_what_a_head_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_check_takes_slots_and_shows_what_a_head_has(tmp_path, load_check):
     specforge_dspark().write(tmp_path / "head")
-    TARGET.save_pretrained(tmp_path / "target")
-    words = (str(tmp_path / "head"), "--model", str(tmp_path / "target"))
-    assert load_check(monkeypatch, *words, "--slots", "in-place") == 0
-    output = capsys.readouterr().out
+    output = load_check("--slots", "in-place").out
     assert "in place; assumed, config.json does not say: see --slots" in output
-    assert "Markov (gated, rank 3), confidence" in output
-    assert "2: bidirectional" in output
-    assert "token 5" in output
+    assert all(words in output for words in ("Markov (gated, rank 3), confidence", "2: bidirectional", "token 5"))
 
 
-def test_load_check_of_a_head_that_does_not_fit_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_check_of_a_head_that_does_not_fit_exits_with_2(tmp_path, load_check):
     zlab().write(tmp_path / "head")
-    LlamaConfig(vocab_size=100, num_hidden_layers=9).save_pretrained(tmp_path / "target")
-    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 2
-    out, err = capsys.readouterr()
-    assert "DFlash" in out  # what it is, even so
-    assert err.startswith("error: ") and "a vocabulary of 41, not 100" in err
-    assert err.count("\n") == 1
+    result = load_check(target=LlamaConfig(vocab_size=100, num_hidden_layers=9))
+    assert result.status == 2 and "DFlash" in result.out, "what it is, even so"
+    assert result.err.startswith("error: ") and "a vocabulary of 41, not 100" in result.err
+    assert result.err.count("\n") == 1
 
 
-def test_load_check_of_neither_kind_names_the_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_check_of_neither_kind_names_the_known(tmp_path, load_check):
     published = zlab()
     published.config["architectures"] = ["BertModel"]
-    published.write(tmp_path)
-    assert load_check(monkeypatch, str(tmp_path)) == 2
-    err = capsys.readouterr().err
-    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in err
-    assert "DFlashDraftModel" in err
+    published.write(tmp_path / "head")
+    result = load_check()
+    assert result.status == 2 and "DFlashDraftModel" in result.err
+    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in result.err
 
 
-def test_slots_are_no_option_of_an_eagle3_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path)
-    assert load_check(monkeypatch, str(tmp_path), "--slots", "shifted") == 2
-    assert "--slots is for block heads" in capsys.readouterr().err
+def test_slots_are_no_option_of_an_eagle3_head(tmp_path, load_check):
+    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path / "head")
+    result = load_check("--slots", "shifted")
+    assert result.status == 2 and "--slots is for block heads" in result.err

@@ -1,29 +1,17 @@
 """The block drafter against the head run on whole texts without a cache, and the engine that uses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from block_heads import (
-    HEADS,
-    LONG,
-    MARGINAL,
-    PROMPT,
-    hidden_without_cache,
-    make_engine,
-    make_head,
-    plain_answers,
-    prefilled,
-)
+from batches import prefilled
+from block_heads import HEADS, LONG, MARGINAL, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers
 from graft import Engine
 from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.block import BlockHead, save_head
+from graft.spec_decode.proposers.block import save_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from tiny import VOCAB, tiny_model
@@ -39,7 +27,7 @@ def model():
 
 
 @torch.no_grad()
-def after(head: BlockHead, hidden: Tensor, slot: int, parents: list[int]) -> Tensor:
+def after(head, hidden, slot, parents):
     """q [parents, vocab] of a slot's token after each token before it."""
     if head.config.has_conditionals:
         logits = head.conditionals(hidden[:, slot : slot + 1], torch.tensor([[parents]]))[0, 0]
@@ -48,7 +36,7 @@ def after(head: BlockHead, hidden: Tensor, slot: int, parents: list[int]) -> Ten
     return logits.softmax(dim=-1)
 
 
-def best_paths(head, hidden, root, num_nodes) -> dict[tuple[int, ...], tuple[float, float]]:
+def best_paths(head, hidden, root, num_nodes):
     """q and the path's of the likeliest paths, of all there are, down to all depths."""
     found, before = {}, {(): 1.0}
     for slot in range(head.config.num_drafts):
@@ -68,7 +56,7 @@ def assert_levels_are_those_of_whole_texts(head, model, batch, levels, most):
     for row, sequence in enumerate(batch.sequences):
         hidden = hidden_without_cache(head, model, sequence.ids)
         expected = best_paths(head, hidden, sequence.ids[-1], most)
-        paths: list[tuple[int, ...]] = [()]
+        paths = [()]
         drafted = {}
         for depth, level in enumerate(levels, start=1):
             columns = (level.tokens, level.parents, level.probabilities, level.path_probabilities)
@@ -116,7 +104,7 @@ def test_children_depend_on_their_parent_where_the_head_has_conditionals(model):
         drafter = BlockDrafter(make_head(model, **HEADS[kind]), replace(EXACT, nodes=500))
         batch = prefilled(Engine(model, policy="dense", drafter=drafter), PROMPT)
         (levels,) = drafter.passes(batch.draft, batch.roots())
-        by_token: dict[int, list[float]] = {}
+        by_token = {}
         for token, q in zip(levels[1].tokens[0].tolist(), levels[1].probabilities[0].tolist(), strict=True):
             by_token.setdefault(token, []).append(q)
         spreads = [max(found) - min(found) for found in by_token.values() if len(found) > 1]
@@ -136,7 +124,12 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("marginal", "dense"), ("causal", "paper"), ("conditional", "graft"), ("markov", "graft")]
+    ("kind", "policy"),
+    [
+        *(("marginal", policy) for policy in ("dense", "block")),
+        *(("conditional", policy) for policy in ("graft", "block-paper")),
+        *(("causal", "paper"), ("markov", "graft")),
+    ],
 )
 def test_text_with_a_block_head_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
     drafter = BlockDrafter(make_head(model, **HEADS[kind]), BlockTreeSettings(width=8, nodes=20))

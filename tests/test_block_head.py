@@ -1,26 +1,19 @@
 """The block head against the published networks, computed slot by slot; its draft cache; what a slot may see."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig
 
 from block_oracle import Network
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, default_target_layers
+from tiny import target_config
 
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 37, 16, 2, 4, 5
-TARGET = LlamaConfig(
+TARGET = target_config(
     vocab_size=VOCAB,
     hidden_size=HIDDEN,
     intermediate_size=24,
     num_hidden_layers=9,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=6,
     max_position_embeddings=64,
 )
@@ -28,14 +21,14 @@ LENGTHS = (7, 3)  # tokens before each root
 ROOTS = (11, 30)
 
 
-def random(*shape: int, seed: int) -> Tensor:
+def random(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 EMBEDDING, LM_HEAD = random(VOCAB, HIDDEN, seed=1), random(VOCAB, HIDDEN, seed=2)
 
 
-def make_head(**changes: Any) -> BlockHead:
+def make_head(**changes):
     usual = {"block_size": BLOCK, "mask_token_id": MASK, "shifted": False, "rms_norm_eps": 1e-5}
     head = BlockHead(BlockConfig.for_target(TARGET, LAYERS, **(usual | changes)))
     generator = torch.Generator().manual_seed(3)
@@ -49,7 +42,7 @@ def make_head(**changes: Any) -> BlockHead:
     return head.eval()
 
 
-def oracle(head: BlockHead) -> Network:
+def oracle(head):
     config, state = head.config, {name: tensor.detach() for name, tensor in head.state_dict().items()}
     embedding = state.get("embed_tokens.weight", EMBEDDING)
     return Network(
@@ -67,29 +60,29 @@ def oracle(head: BlockHead) -> Network:
     )
 
 
-def features(head: BlockHead) -> Tensor:
+def features(head):
     return random(len(LENGTHS), max(LENGTHS), head.fc.in_features, seed=4)
 
 
 @torch.no_grad()
-def hidden_of(head: BlockHead, known: Tensor | None = None) -> Tensor:
+def hidden_of(head, known=None):
     known = features(head) if known is None else known
     past = head.context(known, torch.arange(known.shape[1]).expand(len(known), -1))
     return head.block(torch.tensor(ROOTS), torch.tensor(LENGTHS), past)
 
 
-def expected_hidden(head: BlockHead) -> list[list[Tensor]]:
+def expected_hidden(head):
     """By row, of the slots that predict."""
     rows = zip(ROOTS, LENGTHS, features(head), strict=True)
     slots = [oracle(head).hidden(root, known[:length]) for root, length, known in rows]
     return slots if head.config.shifted else [row[1:] for row in slots]
 
 
-def close(own: Tensor, expected: Tensor) -> None:
+def close(own, expected):
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
 
-NETWORKS: dict[str, dict[str, Any]] = {
+NETWORKS = {
     "in place": {},
     "shifted": {"shifted": True},
     "causal": {"causal": (True, True)},
@@ -105,7 +98,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
-def test_a_block_is_what_the_published_network_computes_slot_by_slot(changes: dict[str, Any]) -> None:
+def test_a_block_is_what_the_published_network_computes_slot_by_slot(changes):
     head = make_head(**changes)
     hidden, expected = hidden_of(head), expected_hidden(head)
     assert hidden.shape[1] == head.config.num_drafts == len(expected[0])
@@ -116,7 +109,7 @@ def test_a_block_is_what_the_published_network_computes_slot_by_slot(changes: di
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_slots_predict_their_own_position_or_the_one_behind(shifted: bool) -> None:
+def test_slots_predict_their_own_position_or_the_one_behind(shifted):
     """Of the same weights the k-th draft is slot k in one convention, slot k - 1 in the other."""
     head, other = make_head(shifted=shifted), make_head(shifted=not shifted)
     hidden, others = hidden_of(head), hidden_of(other)
@@ -125,7 +118,7 @@ def test_slots_predict_their_own_position_or_the_one_behind(shifted: bool) -> No
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_a_markov_head_gives_logits_after_each_candidate(kind: str) -> None:
+def test_a_markov_head_gives_logits_after_each_candidate(kind):
     head = make_head(markov=kind, markov_rank=3, shifted=True)
     hidden, expected = hidden_of(head), expected_hidden(head)
     parents = torch.tensor([[[11, 11], [3, 8], [9, 1], [2, 36]], [[30, 30], [0, 4], [35, 7], [7, 5]]])
@@ -138,7 +131,7 @@ def test_a_markov_head_gives_logits_after_each_candidate(kind: str) -> None:
             close(logits[row, slot, 1], oracle(head).markov(kind, slots[: slot + 1], path)[-1])
 
 
-def test_a_conditional_head_gives_logits_after_each_candidate() -> None:
+def test_a_conditional_head_gives_logits_after_each_candidate():
     head = make_head(conditional=True)
     hidden, expected = hidden_of(head), expected_hidden(head)
     parents = torch.tensor([[[11, 11, 11], [3, 8, 9], [9, 1, 0]], [[30, 30, 30], [0, 4, 6], [35, 7, 8]]])
@@ -150,7 +143,7 @@ def test_a_conditional_head_gives_logits_after_each_candidate() -> None:
     close(head.conditionals(hidden[:, 1:2], parents[:, 1:2]), logits[:, 1:2])  # a few slots at a time
 
 
-def test_a_new_conditional_head_gives_the_marginals() -> None:
+def test_a_new_conditional_head_gives_the_marginals():
     head = BlockHead(
         BlockConfig.for_target(TARGET, LAYERS, block_size=BLOCK, mask_token_id=MASK, shifted=True, conditional=True)
     )
@@ -162,7 +155,7 @@ def test_a_new_conditional_head_gives_the_marginals() -> None:
 
 
 @pytest.mark.parametrize("with_markov", [False, True])
-def test_confidence_is_a_probability_after_each_candidate(with_markov: bool) -> None:
+def test_confidence_is_a_probability_after_each_candidate(with_markov):
     head = make_head(markov="vanilla", markov_rank=3, confidence=True, confidence_with_markov=with_markov)
     hidden, expected = hidden_of(head), expected_hidden(head)
     parents = torch.arange(12).view(2, 3, 2)
@@ -174,7 +167,7 @@ def test_confidence_is_a_probability_after_each_candidate(with_markov: bool) -> 
                 close(confidence[row, slot, place], its)
 
 
-def test_a_draft_cache_built_in_pieces_is_that_built_at_once() -> None:
+def test_a_draft_cache_built_in_pieces_is_that_built_at_once():
     head = make_head()
     known, positions = features(head), torch.arange(max(LENGTHS)).expand(2, -1)
     whole = head.context(known, positions)
@@ -184,7 +177,7 @@ def test_a_draft_cache_built_in_pieces_is_that_built_at_once() -> None:
         assert whole[which].shape == (LAYERS, 2, 2, 7, 6)
 
 
-def test_what_lies_behind_a_rows_length_is_not_seen() -> None:
+def test_what_lies_behind_a_rows_length_is_not_seen():
     head = make_head()
     known = features(head)
     changed = known.clone()
@@ -195,7 +188,7 @@ def test_what_lies_behind_a_rows_length_is_not_seen() -> None:
 
 
 @torch.no_grad()
-def with_slot_changed(head: BlockHead, slot: int | None) -> Tensor:
+def with_slot_changed(head, slot):
     """Hidden states of all slots, with one slot's input changed."""
     known = features(head)
     past = head.context(known, torch.arange(7).expand(2, -1))
@@ -206,20 +199,20 @@ def with_slot_changed(head: BlockHead, slot: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("slot", range(1, BLOCK))
-def test_a_causal_slot_depends_on_no_later_one(slot: int) -> None:
+def test_a_causal_slot_depends_on_no_later_one(slot):
     head = make_head(causal=(True, True))
     before, after = with_slot_changed(head, None), with_slot_changed(head, slot)
     assert torch.equal(before[:, :slot], after[:, :slot])
     assert not torch.allclose(before[:, slot:], after[:, slot:])
 
 
-def test_a_bidirectional_slot_depends_on_later_ones_too() -> None:
+def test_a_bidirectional_slot_depends_on_later_ones_too():
     head = make_head(causal=(True, False))
     assert not torch.allclose(with_slot_changed(head, None)[:, 0], with_slot_changed(head, BLOCK - 1)[:, 0])
 
 
 @torch.no_grad()
-def test_many_blocks_of_one_text_in_one_forward_are_each_what_they_are_alone() -> None:
+def test_many_blocks_of_one_text_in_one_forward_are_each_what_they_are_alone():
     """As in training: the caller's own attention, here a mask of context before each anchor and the block itself."""
     head = make_head(shifted=True)
     known, anchors, roots = features(head)[:1], torch.tensor([2, 6]), torch.tensor([9, 21])
@@ -228,7 +221,7 @@ def test_many_blocks_of_one_text_in_one_forward_are_each_what_they_are_alone() -
     block = torch.arange(2).repeat_interleave(BLOCK)
     seen = torch.cat([torch.arange(7) < anchors[block][:, None], block[:, None] == block], dim=1)
 
-    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attention(layer, query, key, value):
         keys, values = torch.cat([past[0][layer], key], dim=2), torch.cat([past[1][layer], value], dim=2)
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
 
@@ -237,7 +230,7 @@ def test_many_blocks_of_one_text_in_one_forward_are_each_what_they_are_alone() -
     close(together, head.block(roots, anchors, twice))
 
 
-def test_a_cast_head_computes_nearly_the_same_with_exact_rotary_frequencies() -> None:
+def test_a_cast_head_computes_nearly_the_same_with_exact_rotary_frequencies():
     head = make_head(conditional=True)
     hidden = hidden_of(head)
     cast = make_head(conditional=True).to(torch.bfloat16)
@@ -247,14 +240,14 @@ def test_a_cast_head_computes_nearly_the_same_with_exact_rotary_frequencies() ->
     assert float((own.float() - hidden).norm() / hidden.norm()) < 0.03
 
 
-def test_draft_ids_stand_for_target_ids() -> None:
+def test_draft_ids_stand_for_target_ids():
     head = make_head(own_lm_head=True, draft_vocab_size=10)
     head.set_vocabulary(torch.arange(10) * 3)
     assert head.to_target(torch.tensor([0, 4, 9])).tolist() == [0, 12, 27]
     assert head.marginals(hidden_of(head)).shape == (2, BLOCK - 1, 10)
 
 
-def test_the_usual_layers_are_evenly_spread() -> None:
+def test_the_usual_layers_are_evenly_spread():
     """Outputs of 1, 9, 17, 25, 33 of 36 and 1, 8, 14, 20, 27 of 30 are the inputs of the next."""
     assert default_target_layers(36, 5) == (2, 10, 18, 26, 34)
     assert default_target_layers(30, 5) == (2, 9, 15, 21, 28)
@@ -263,7 +256,7 @@ def test_the_usual_layers_are_evenly_spread() -> None:
         default_target_layers(3, 2)
 
 
-def test_what_a_head_lacks_is_said() -> None:
+def test_what_a_head_lacks_is_said():
     head = make_head()
     hidden = hidden_of(head)
     with pytest.raises(GraftError, match="has marginals only"):
@@ -279,7 +272,7 @@ def test_what_a_head_lacks_is_said() -> None:
         bare.marginals(hidden)
 
 
-BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+BAD_CONFIGS = [
     ({"block_size": 1}, "a block of one slot has the root only: block_size must be at least 2"),
     ({"block_size": 0}, "block_size must be a positive whole number, not 0"),
     ({"mask_token_id": 37}, "mask_token_id 37 is not one of the target's 37 tokens"),
@@ -298,7 +291,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[message for _, message in BAD_CONFIGS])
-def test_a_config_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_config_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(GraftError, match=message):
         make_head(**changes)
 

@@ -1,13 +1,12 @@
 """block verifies the chain of likeliest drafts, whoever drafts; block-paper cuts it at a gate and walks the matrix."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
 import torch
 
-from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers, prefilled
+from batches import prefilled
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
@@ -47,7 +46,7 @@ def make_drafter(model, kind):
 @torch.no_grad()
 def likeliest_chain(drafter, model, text):
     """Each draft the likeliest after those before, from the whole text and without a cache."""
-    chain: list[int] = []
+    chain = []
     if isinstance(drafter, Eagle3Drafter):
         for _ in range(drafter.max_depth):
             chain.append(int(plain_draft(drafter.head, model, text, chain).argmax()))
@@ -138,8 +137,7 @@ def seven_on(token):
 
 @pytest.mark.parametrize("kind", ["marginal", "conditional", "eagle3"])
 @pytest.mark.parametrize(
-    ("thresholds", "kept"),
-    [((1.0, 1.0, 1.0), 1), ((0.0, 1.0, 1.0), 2), ((0.0, 0.0, 1.0), 6), ((0.0, 0.0, 0.0), None)],
+    ("thresholds", "kept"), [((1.0, 1.0, 1.0), 1), ((0.0, 1.0, 1.0), 2), ((0.0, 0.0, 1.0), 6), ((0.0, 0.0, 0.0), None)]
 )
 def test_the_gate_that_stops_a_chain_says_how_much_is_kept_and_the_matrix_gives_the_rest(model, kind, thresholds, kept):
     engine = paper_engine(model, kind, thresholds)
@@ -191,26 +189,6 @@ def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come
     plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=2).ids
     answer = engine.generate(PROMPT, max_new_tokens=2)
     assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        *((kind, "block") for kind in ("marginal", "markov")),
-        *((kind, "block-paper") for kind in ("conditional", "recurrent")),
-        *(pytest.param(kind, "block", marks=pytest.mark.slow) for kind in ("conditional", "recurrent")),
-        *(pytest.param(kind, "block-paper", marks=pytest.mark.slow) for kind in ("marginal", "markov")),
-    ],
-)
-def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
-    engine, prompts = make_engine(model, policy, make_drafter(model, kind)), [PROMPT, [5], LONG]
-    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
-        plain = plain_answers(model, **options)
-        drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
-        assert [g.ids for g in drafted] == plain
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
-        proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
-        assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
 
 
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])

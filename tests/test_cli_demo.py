@@ -1,27 +1,21 @@
 """`graft demo`: plain decoding and Graft side by side, and no claim that was not measured."""
 
 import sys
-from collections.abc import Callable
 
 import pytest
 
-from conftest import Finished
-from graft import Engine, Generation
+from graft import Engine
 from graft.cli import demo
-
-Run = Callable[..., Finished]
 
 
 @pytest.fixture
-def graft_demo(graft: Run, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Finished]:
+def graft_demo(graft, model_folder, monkeypatch):
     monkeypatch.setattr(sys.modules[demo.__module__], "MAX_NEW_TOKENS", 4)
     monkeypatch.setenv("COLUMNS", "120")
     return lambda: graft("demo", "--model", model_folder)
 
 
-def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(
-    graft_demo: Callable[[], Finished],
-) -> None:
+def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(graft_demo):
     result = graft_demo()
     assert result.status == 0
     assert result.out.count("✓") == 4
@@ -29,10 +23,10 @@ def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(
     assert "Why is the sky blue?" in result.out
 
 
-def test_demo_exits_1_when_a_text_differs(graft_demo: Callable[[], Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_exits_1_when_a_text_differs(graft_demo, monkeypatch):
     generate, calls = Engine.generate, []
 
-    def once_wrong(self: Engine, prompt: object, **options: object) -> Generation:
+    def once_wrong(self, prompt, **options):
         calls.append(prompt)
         answer = generate(self, prompt, **options)
         if len(calls) == 8:  # two to warm up, then plain and Graft in turn: Graft's third answer

@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,16 +17,15 @@ from graft.cli.options import LOADING, SAMPLING
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
 from tiny import BYTE_VOCAB, tiny_model
 
-Run = Callable[..., Finished]
 HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: str) -> library.Engine:
+def engine(model_folder):
     return library.load(model_folder)
 
 
-def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
+def test_every_sampling_setting_has_an_option_that_tells_its_default():
     options = ANSWERS | SAMPLING
     assert set(options) == {field.name for field in fields(SamplingSettings)}
     for field in fields(SamplingSettings):
@@ -37,24 +34,22 @@ def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
             assert option.help.endswith(rf"[dim]\[default: {field.default:g}][/]")
 
 
-def test_help_names_the_policies_that_users_choose_from() -> None:
+def test_help_names_the_policies_that_users_choose_from():
     (option,) = get_args(LOADING["policy"])[1:]
     assert option.help.split(".")[0].split(", ") == ["off", "graft"]
 
 
-def test_answer_is_that_of_the_library(graft_tiny: Run, engine: library.Engine) -> None:
+def test_answer_is_that_of_the_library(graft_tiny, engine):
     expected = engine.generate(HI, max_new_tokens=8).text
     assert graft_tiny("generate", "hi") == Finished(0, expected + "\n", "")
 
 
-def test_raw_continues_the_text_as_it_is(graft_tiny: Run, engine: library.Engine) -> None:
+def test_raw_continues_the_text_as_it_is(graft_tiny, engine):
     expected = engine.generate("hi", max_new_tokens=8).text
     assert graft_tiny("generate", "hi", "--raw").out == expected + "\n"
 
 
-def test_model_without_chat_template_continues_the_text(
-    graft: Run, model_folder: str, engine: library.Engine, tmp_path: Path
-) -> None:
+def test_model_without_chat_template_continues_the_text(graft, model_folder, engine, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     expected = engine.generate("hi", max_new_tokens=8).text
@@ -62,14 +57,12 @@ def test_model_without_chat_template_continues_the_text(
 
 
 @pytest.mark.parametrize("words", [["generate"], ["generate", "-"]])
-def test_prompt_comes_from_stdin_without_its_last_newline(
-    words: list[str], graft_tiny: Run, engine: library.Engine
-) -> None:
+def test_prompt_comes_from_stdin_without_its_last_newline(words, graft_tiny, engine):
     expected = engine.generate([{"role": "user", "content": "grüße\n"}], max_new_tokens=8).text
     assert graft_tiny(*words, stdin="grüße\n\n".encode()).out == expected + "\n"
 
 
-def test_json_has_the_facts_of_the_answer(graft_tiny: Run, engine: library.Engine) -> None:
+def test_json_has_the_facts_of_the_answer(graft_tiny, engine):
     facts = json.loads(graft_tiny("generate", "hi", "--json", "--temperature", "0.8", "--seed", "5").out)
     expected = engine.generate(HI, max_new_tokens=8, temperature=0.8, seed=5)
     assert (facts["text"], facts["ids"], facts["seed"]) == (expected.text, expected.ids, 5)
@@ -79,7 +72,7 @@ def test_json_has_the_facts_of_the_answer(graft_tiny: Run, engine: library.Engin
     assert "choices" not in facts and "logprobs" not in facts
 
 
-def test_json_has_all_choices_and_their_logprobs_when_asked(graft_tiny: Run) -> None:
+def test_json_has_all_choices_and_their_logprobs_when_asked(graft_tiny):
     words = ["--json", "--n", "2", "--logprobs", "3", "--temperature", "1", "--seed", "5"]
     facts = json.loads(graft_tiny("generate", "hi", *words).out)
     first, second = facts["choices"]
@@ -88,52 +81,43 @@ def test_json_has_all_choices_and_their_logprobs_when_asked(graft_tiny: Run) -> 
     assert len(second["logprobs"][0]["alternatives"]) == 3
 
 
-def test_several_answers_are_numbered(graft_tiny: Run) -> None:
+def test_several_answers_are_numbered(graft_tiny):
     out = graft_tiny("generate", "hi", "--n", "2", "--temperature", "1").out
     assert out.startswith("[1]\n") and "\n\n[2]\n" in out
 
 
-def test_options_that_repeat_reach_the_model(graft_tiny: Run) -> None:
-    words = [
-        "--logit-bias",
-        "80=50",
-        "--logit-bias",
-        "81=1000",
-        "--stop-token-id",
-        "7",
-        "--stop-token-id",
-        "81",
-    ]
+def test_options_that_repeat_reach_the_model(graft_tiny):
+    words = ["--logit-bias", "80=50", "--logit-bias", "81=1000", "--stop-token-id", "7", "--stop-token-id", "81"]
     facts = json.loads(graft_tiny("generate", "hi", "--json", *words).out)
     assert (facts["ids"], facts["finish_reason"]) == ([81], "stop")
 
 
-def test_stats_go_to_stderr(graft_tiny: Run) -> None:
-    err = graft_tiny("generate", "hi", "--stats").err
+def test_stats_go_to_stderr(graft_tiny):
+    err = graft_tiny("generate", "hi", "--stats", "--device", "cpu").err
     assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
-    assert re.search(r"steps +eager", err)
+    assert re.search(r"steps +eager", err) and "GPU memory" not in err
 
 
-def test_stats_say_where_plain_decoding_was_chosen(graft_tiny: Run) -> None:
+def test_stats_say_where_plain_decoding_was_chosen(graft_tiny):
     assert "plain decoding" in (err := graft_tiny("generate", "hi", "--stats", "--policy", "off").err)
     assert "all 8 rounds: no tree was verified" in err
     facts = json.loads(graft_tiny("generate", "aaaaaaaa", "--json", "--stats", "--budget", "4").out)
     assert facts["stats"]["plain_rounds"] < facts["stats"]["rounds"], "with a budget, trees are verified"
 
 
-def test_draft_none_takes_no_head(graft_tiny: Run) -> None:
+def test_draft_none_takes_no_head(graft_tiny):
     assert graft_tiny("generate", "hi", "--draft", "none").status == 0
     assert "no drafter at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
 
 
-def test_trees_are_drawn_on_stderr_and_the_answer_stays_alone_on_stdout(graft_tiny: Run) -> None:
+def test_trees_are_drawn_on_stderr_and_the_answer_stays_alone_on_stdout(graft_tiny):
     plain = graft_tiny("generate", "aaaa").out
     result = graft_tiny("generate", "aaaa", "--show-tree", "--color-by-origin", "--budget", "4")
     assert result.out == plain, "a pipe gets no colours"
     assert "round 1 after" in result.err and "adjacency" in result.err and "the model's own" in result.err
 
 
-def test_color_by_origin_colours_a_terminal(graft_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_by_origin_colours_a_terminal(graft_tiny, monkeypatch):
     same_again = ["--logit-bias", "81=1000", "--budget", "4"]  # easy to guess
     plain = graft_tiny("generate", "aaaa", *same_again).out
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
@@ -156,13 +140,10 @@ def test_color_by_origin_colours_a_terminal(graft_tiny: Run, monkeypatch: pytest
         (["--show-tree", "--json"], "exclude --json and --n"),
         (["--color-by-origin", "--n", "2"], "exclude --json and --n"),
         (["--raw", "--system", "be kind"], "--system needs the chat template"),
-        (["--policy", "grapt"], "did you mean 'graft'?"),
-        (["--device", "nonsense"], "device"),
-        (["--dtype", "fp64"], "unknown dtype 'fp64'"),
         (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
     ],
 )
-def test_bad_value_is_one_line_and_status_2(words: list[str], message: str, graft: Run, model_folder: str) -> None:
+def test_bad_value_is_one_line_and_status_2(words, message, graft, model_folder):
     result = graft("generate", "hi", "--model", model_folder, *words)
     assert result.status == 2
     assert result.err.startswith("error: ") and message in result.err
@@ -170,20 +151,20 @@ def test_bad_value_is_one_line_and_status_2(words: list[str], message: str, graf
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "check", "demo"])
-def test_unknown_option_is_refused(verb: str, graft: Run) -> None:
+def test_unknown_option_is_refused(verb, graft):
     result = graft(verb, "--temprature", "1")
     assert result.status == 2
     assert "--temprature" in result.err
 
 
-def test_stdin_that_is_not_utf8_is_refused(graft_tiny: Run) -> None:
+def test_stdin_that_is_not_utf8_is_refused(graft_tiny):
     result = graft_tiny("generate", stdin=b"gr\xfc\xdfe")
     assert result.status == 2
     assert result.err == "error: stdin is not UTF-8 text (invalid start byte at byte 2)\n"
 
 
 @pytest.mark.parametrize("words", [[], [""], ["--raw"]])
-def test_empty_prompt_is_refused(words: list[str], graft_tiny: Run) -> None:
+def test_empty_prompt_is_refused(words, graft_tiny):
     result = graft_tiny("generate", *words, stdin=b"\n")
     assert (result.status, result.err) == (2, "error: the prompt is empty\n")
 
@@ -191,71 +172,15 @@ def test_empty_prompt_is_refused(words: list[str], graft_tiny: Run) -> None:
 # Block heads
 
 
-@pytest.fixture
-def block_head(tmp_path: Path) -> Callable[..., str]:
-    """The folder of a random block head for the tiny model, whose config.json says something else in some places.
-
-    wrong: by key, the value that replaces its own at the top and in dflash_config; "dflash_config.KEY" there only.
-    """
-
-    def write(wrong: dict[str, object], **changes: object) -> str:
-        target = tiny_model(vocab_size=BYTE_VOCAB).config
-        torch.manual_seed(0)
-        shape = {"block_size": 5, "mask_token_id": 4, "shifted": True, **changes}
-        save_head(BlockHead(BlockConfig.for_target(target, 1, **shape)), tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        for name, value in wrong.items():
-            place, _, key = name.rpartition(".")
-            for part in (config["dflash_config"], *([] if place else [config])):
-                if key in part:
-                    part[key] = value
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return str(tmp_path)
-
-    return write
-
-
-MARKOV = {"markov": "vanilla", "markov_rank": 3}
-
-
-def test_block_head_drafts_the_same_text(block_head: Callable[..., str], graft_tiny: Run) -> None:
+def test_a_block_head_drafts_the_same_text_and_one_that_does_not_fit_is_one_line(graft_tiny, tmp_path):
+    target = tiny_model(vocab_size=BYTE_VOCAB).config
+    torch.manual_seed(0)
+    save_head(BlockHead(BlockConfig.for_target(target, 1, block_size=5, mask_token_id=4, shifted=True)), tmp_path)
     plain = graft_tiny("generate", "aaaa", "--policy", "off")
-    drafted = graft_tiny("generate", "aaaa", "--draft", block_head({}), "--budget", "8")
+    drafted = graft_tiny("generate", "aaaa", "--draft", str(tmp_path), "--budget", "8")
     assert (drafted.status, drafted.out) == (0, plain.out), drafted.err
-
-
-@pytest.mark.parametrize(
-    ("wrong", "shape", "message"),
-    [
-        ({"dflash_config.block_size": 9}, {}, "dflash_config.block_size is 9 but block_size is 5: delete the one that"),
-        ({"block_size": 1}, {}, "a block of one slot has the root only: block_size must be at least 2"),
-        ({"num_target_layers": 36}, {}, "is for a target with 36 layers, not 3: it belongs to another model"),
-        (
-            {"target_layer_ids": [7], "eagle_aux_hidden_state_layer_ids": [8]},
-            {},
-            "reads the target's layers 8, but the target has only 3: it belongs to another model",
-        ),
-        ({"mask_token_id": BYTE_VOCAB}, {}, "mask_token_id 259 is not one of the target's 259 tokens"),
-        ({"mask_token_id": 7}, {"own_mask": True}, "mask_embedding.pt is for mask token 4, but config.json has 7"),
-        ({"markov_rank": 8}, MARKOV, "markov_w1.weight is torch.float32 [259, 3], expected floats [259, 8]"),
-        ({"markov_rank": 0}, MARKOV, "has a tensor markov_head.markov_w1.weight, for which its config.json has no"),
-        (
-            {"vocab_size": 300, "draft_vocab_size": 300},
-            {},
-            "is for a target with a vocabulary of 300, not 259: it belongs to another model",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_block_head_that_does_not_fit_is_one_line_and_status_2(
-    wrong: dict[str, object],
-    shape: dict[str, object],
-    message: str,
-    block_head: Callable[..., str],
-    graft_tiny: Run,
-) -> None:
-    folder = block_head(wrong, **shape)
-    result = graft_tiny("generate", "hi", "--draft", folder)
-    assert result.status == 2
-    assert result.err.startswith("error: ") and message in result.err and folder in result.err
-    assert result.err.count("\n") == 1
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_target_layers": 36}))
+    wrong = graft_tiny("generate", "hi", "--draft", str(tmp_path))
+    assert wrong.status == 2 and wrong.err.startswith(f"error: {tmp_path}") and wrong.err.count("\n") == 1
+    assert "num_target_layers is 3 but num_target_layers is 36: delete the one that is wrong" in wrong.err

@@ -1,8 +1,6 @@
 """GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import Finished
 from graft.hub.convert import convert_gguf
 from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
@@ -22,7 +19,7 @@ HIDDEN = 8
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path: Path, architecture: str = "llama", add_bos: bool | None = None) -> None:
+def write_gguf(path, architecture="llama", add_bos=None):
     """A one-layer Llama or Qwen2 that names <|im_start|> as its end of sequence, as some real files do."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
@@ -72,21 +69,21 @@ def write_gguf(path: Path, architecture: str = "llama", add_bos: bool | None = N
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(tmp_path_factory):
     root = tmp_path_factory.mktemp("convert")
     write_gguf(root / "tiny.gguf")
     convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS[DEFAULT_MODEL])
     return root / "new"
 
 
-def test_weights_are_dense_bf16_in_safetensors(converted: Path) -> None:
+def test_weights_are_dense_bf16_in_safetensors(converted):
     model = AutoModelForCausalLM.from_pretrained(converted)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert getattr(model.config, "quantization_config", None) is None
     assert [path.name for path in converted.glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted: Path) -> None:
+def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted):
     model = AutoModelForCausalLM.from_pretrained(converted)
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
@@ -94,20 +91,20 @@ def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted: Path) ->
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 2
 
 
-def test_tokenizer_keeps_its_merges(converted: Path) -> None:
+def test_tokenizer_keeps_its_merges(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer("abc<|im_end|>").input_ids == [6, 5, 2]
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen(tmp_path_factory):
     root = tmp_path_factory.mktemp("convert")
     write_gguf(root / "tiny.gguf", "qwen2")
     convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS["qwen2.5-coder-0.5b"])
     return root / "new"
 
 
-def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text(qwen: Path) -> None:
+def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text(qwen):
     model = AutoModelForCausalLM.from_pretrained(qwen)
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == 2
@@ -116,7 +113,7 @@ def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text(qwen: Path) -> None:
     assert not model.generation_config.do_sample
 
 
-def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen: Path) -> None:
+def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen):
     model = AutoModelForCausalLM.from_pretrained(qwen)
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=True, return_dict=False)
@@ -127,14 +124,12 @@ def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen: Path) -> Non
     assert all(getattr(model.model.layers[0].self_attn, f"{name}_proj").bias.abs().sum() > 0 for name in "qkv")
 
 
-def test_weights_are_as_readable_as_the_other_files(converted: Path) -> None:
+def test_weights_are_as_readable_as_the_other_files(converted):
     modes = {path.stat().st_mode for path in converted.iterdir()}
     assert len(modes) == 1
 
 
-def test_a_gguf_file_is_a_model_and_converted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: Callable[..., Finished]
-) -> None:
+def test_a_gguf_file_is_a_model_and_converted_once(tmp_path, monkeypatch, graft):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, "qwen2")
@@ -150,10 +145,8 @@ def test_a_gguf_file_is_a_model_and_converted_once(
     assert "and it is converted again" in graft(*words).err
 
 
-def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def convert(file: Path, folder: Path) -> None:
+def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(tmp_path, monkeypatch):
+    def convert(file, folder):
         folder.mkdir()
         (folder / "weights").write_bytes(file.read_bytes())
 
@@ -161,7 +154,7 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(
     monkeypatch.setattr("graft.hub.convert.convert_gguf", convert)
     models = tmp_path / "home" / "models"
 
-    def converted(file: Path, content: bytes) -> Path:
+    def converted(file, content):
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content)
         return convert_once(file)
@@ -186,7 +179,7 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(
 
 
 @pytest.mark.parametrize("add_bos", [None, False, True])
-def test_texts_begin_with_bos_where_the_file_says_so(tmp_path: Path, add_bos: bool | None) -> None:
+def test_texts_begin_with_bos_where_the_file_says_so(tmp_path, add_bos):
     write_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "new")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
@@ -194,9 +187,7 @@ def test_texts_begin_with_bos_where_the_file_says_so(tmp_path: Path, add_bos: bo
     assert tokens == ["<|im_start|>"] * bool(add_bos) + ["ab", "c"]
 
 
-def test_a_gguf_file_is_a_draft_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: Callable[..., Finished]
-) -> None:
+def test_a_gguf_file_is_a_draft_model(tmp_path, monkeypatch, graft):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, "qwen2")
@@ -214,7 +205,7 @@ def test_a_gguf_file_is_a_draft_model(
     assert (gone.status, gone.err) == (2, f"error: no drafter at {file}: there is no such file\n")
 
 
-def test_what_is_no_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft) -> None:
+def test_what_is_no_gguf_file_is_one_line(tmp_path, monkeypatch, graft):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
     file = tmp_path / "cut.gguf"
     write_gguf(file)
@@ -225,7 +216,7 @@ def test_what_is_no_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "home" / "models").glob("cut-*"))
 
 
-def test_conversion_draws_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_conversion_draws_nothing_on_the_screen(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf")
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "new", PACKAGED_MODELS[DEFAULT_MODEL])
     assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import prefill
+from batches import prefilled
 from block_heads import make_head as make_block_head
-from conftest import Finished
-from graft import Engine, GraftError, SamplingSettings, load
+from graft import Engine, GraftError, load
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, Shape
-from graft.cli.bench import _widened
+from graft.cli.bench import widened_engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
 from graft.spec_decode.proposers.block import BlockHead
@@ -28,7 +26,6 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
-Run = Callable[..., Finished]
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 WIDE = Shape(layers=9, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16)
@@ -99,6 +96,23 @@ def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
 # The head
 
 
+def assert_draft_alike(*pairs, max_new_tokens=16):
+    """Two models, each with a drafter: they draft the same and answer the same. Returns their answers."""
+    drafts, answers = [], []
+    for its_model, drafter in pairs:
+        engine = Engine(its_model, policy="dense", drafter=drafter)
+        batch = prefilled(engine, PROMPT)
+        passes = islice(drafter.passes(batch.draft, batch.roots()), 4)
+        drafts.append([level for levels in passes for level in levels])
+        answers.append(engine.generate(PROMPT, max_new_tokens=max_new_tokens))
+    for own, wide in zip(*drafts, strict=True):
+        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
+        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
+    assert answers[0].ids == answers[1].ids
+    assert answers[0].stats.accepted_by_depth == answers[1].stats.accepted_by_depth
+    return answers
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,22 +134,9 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     wide_head = widen_head(head, WIDE, widened)
     assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
-    engines = [
-        Engine(m, policy="dense", drafter=Eagle3Drafter(h, SMALL_TREE))
-        for m, h in ((model, head), (widened, wide_head))
-    ]
-    drafts = []
-    for engine in engines:
-        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=32)))
-        prefill(engine, batch)
-        drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4)))
-    for own, wide in zip(*drafts, strict=True):
-        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
-        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
-    own, wide = (engine.generate(PROMPT, max_new_tokens=32) for engine in engines)
-    assert wide.ids == own.ids
+    drafters = Eagle3Drafter(head, SMALL_TREE), Eagle3Drafter(wide_head, SMALL_TREE)
+    own, _ = assert_draft_alike((model, drafters[0]), (widened, drafters[1]), max_new_tokens=32)
     assert own.stats.accepted > 0, "some drafts were right"
-    assert (wide.stats.rounds, wide.stats.accepted_by_depth) == (own.stats.rounds, own.stats.accepted_by_depth)
 
 
 BLOCK_HEADS = {
@@ -163,18 +164,8 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
     assert wide_head.config.conditional_size == (64 if kind == "sized conditional" else None)
     assert not any(parameter.is_meta for parameter in wide_head.parameters())
 
-    drafts, answers = [], []
-    for its_model, its_head in ((model, head), (widened, wide_head)):
-        engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(width=8, nodes=12)))
-        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=16)))
-        prefill(engine, batch)
-        drafts.append(next(iter(engine.drafter.passes(batch.draft, batch.roots()))))
-        answers.append(engine.generate(PROMPT, max_new_tokens=16))
-    for own, wide in zip(*drafts, strict=True):
-        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
-        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
-    assert answers[1].ids == answers[0].ids
-    assert answers[1].stats.accepted_by_depth == answers[0].stats.accepted_by_depth
+    tree = BlockTreeSettings(width=8, nodes=12)
+    assert_draft_alike((model, BlockDrafter(head, tree)), (widened, BlockDrafter(wide_head, tree)))
     if head.config.confidence:
         hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
         padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))
@@ -193,7 +184,7 @@ def test_a_widened_block_head_is_saved_as_one_for_the_widened_model(model, tmp_p
 
 def test_the_command_widens_block_heads_too(model):
     drafter = BlockDrafter(make_block_head(model, shifted=True, conditional=True))
-    engine, widened = _widened(Engine(model, policy="off"), drafter, WIDE)
+    engine, widened = widened_engine(Engine(model, policy="off"), drafter, WIDE)
     assert isinstance(widened, BlockDrafter) and widened.settings is drafter.settings
     assert Shape.of_config(widened.head.config) == replace(WIDE, layers=2)
     assert engine.target.model.config.hidden_size == WIDE.hidden
@@ -271,13 +262,13 @@ def test_only_a_llama_can_be_widened():
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> list[str]:
+def data(tmp_path):
     (tmp_path / "first.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     return ["--data", str(tmp_path / "first.jsonl")]
 
 
 @pytest.fixture
-def head(model_folder: str, tmp_path: Path) -> str:
+def head(model_folder, tmp_path):
     torch.manual_seed(0)
     config = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
     save_head(Eagle3Head(Eagle3Config.for_target(config)), tmp_path / "head")
@@ -285,9 +276,9 @@ def head(model_folder: str, tmp_path: Path) -> str:
 
 
 def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
-    graft_tiny: Run, data: list[str], head: str, model_folder: str, tmp_path: Path
-) -> None:
-    words = ["bench", *data, "--methods", "off,dense,hf", "--draft", head]
+    graft_tiny, data, head, model_folder, tmp_path
+):
+    words = ["bench", *data, "--methods", "off,dense", "--draft", head]
     plain, widened = tmp_path / "plain", tmp_path / "widened"
     assert graft_tiny(*words, "--out", str(plain)).status == 0
     result = graft_tiny(*words, "--as-cost-of", SPEC, "--out", str(widened))
@@ -318,8 +309,8 @@ def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
     ],
 )
 def test_shape_that_a_model_cannot_be_widened_to_is_one_line(
-    words: list[str], message: str, graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    words, message, graft, model_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     loading = [] if "--replay" in words else ["--model", model_folder]
     result = graft("bench", *loading, *words, "--out", str(tmp_path / "out"))

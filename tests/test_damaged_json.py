@@ -1,12 +1,7 @@
 """JSON files that were cut off, or hold something else than they should: one line says so."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,22 +10,21 @@ from safetensors.torch import save_file
 from graft import GraftError
 from graft.bench import replay
 from graft.datastore import format as datastore
-from graft.hub.export import _accepted_table, _load_table, _read_json
+from graft.hub.export import accepted_table, load_table, read_json
 from graft.hub.manifest import MANIFEST, check_sizes, record_files, sources_of
 from graft.plan.acceptance import Acceptance
-from graft.plan.models import _of_folder
+from graft.plan.models import ModelShape
 from graft.spec_decode.proposers.eagle3.checkpoint import inspect_head
 from graft.spec_decode.proposers.mtp.checkpoint import _files_by_name
 from graft.train.card import read_log
 from graft.train.generate_data import read_answers
-from graft.train.layer_pruning import _read_order
+from graft.train.layer_pruning import read_order
 from graft.tuning import profile
 
-Content = Any
 WRONG = (None, "x", -1, 1.5, True, [], {}, ["x"], {"x": 1})
 
 
-def damages(content: Content) -> Iterator[Content]:
+def damages(content):
     """The content with each part, at any depth, left out or of another type."""
     yield from WRONG
     if not isinstance(content, dict | list):
@@ -45,7 +39,7 @@ def damages(content: Content) -> Iterator[Content]:
         yield without
 
 
-def check(read: Callable[[], object], what: object) -> bool:
+def check(read, what):
     """Whether it is refused, by one line if it is."""
     try:
         read()
@@ -58,7 +52,7 @@ def check(read: Callable[[], object], what: object) -> bool:
     return False
 
 
-def check_all(path: Path, content: Content, read: Callable[[], object]) -> None:
+def check_all(path, content, read):
     path.write_text(json.dumps(content))
     assert not check(read, content), "what is whole is read"
     text = path.read_bytes()
@@ -90,7 +84,7 @@ def test_a_damaged_header_of_an_index(tmp_path):
     del content["checksum"]
     for damaged in damages(content):  # with a checksum that is right, as a wrong program would write it
         if isinstance(damaged, dict):
-            path.write_text(json.dumps(damaged | {"checksum": datastore._checksum(damaged)}))
+            path.write_text(json.dumps(damaged | {"checksum": datastore.checksum_of(damaged)}))
             check(lambda: datastore.read_header(tmp_path), damaged)
 
 
@@ -98,7 +92,7 @@ def test_a_damaged_config_of_a_model_to_plan_for(tmp_path):
     config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     config |= {"vocab_size": 100, "num_key_value_heads": 2, "head_dim": 16}
     for content in (config, {"text_config": config}):
-        check_all(tmp_path / "config.json", content, lambda: _of_folder(tmp_path))
+        check_all(tmp_path / "config.json", content, lambda: ModelShape.named(str(tmp_path)))
 
 
 def test_damaged_results_to_plan_with(tmp_path):
@@ -111,9 +105,9 @@ def test_damaged_tables_of_an_export(tmp_path):
     path = tmp_path / "results.json"
     run = {"method": "graft", "task": "code", "mean_accepted": 3.0, "speedup": 2.0}
     facts = {"runs": [run], "averages": [run], "environment": {"gpu": "x"}}
-    check_all(path, facts, lambda: _accepted_table(_read_json(path), path))
+    check_all(path, facts, lambda: accepted_table(read_json(path), path))
     load = {"concurrency": 1, "plain": {"tokens_per_second": 1.0}, "graft": {"tokens_per_second": 2.0}}
-    check_all(path, {"results": [load]}, lambda: _load_table(_read_json(path), path))
+    check_all(path, {"results": [load]}, lambda: load_table(read_json(path), path))
 
 
 def test_a_damaged_config_of_a_head(tmp_path):
@@ -135,7 +129,7 @@ def test_a_damaged_index_of_weights(tmp_path):
 def test_a_damaged_order_of_layers(tmp_path):
     path = tmp_path / "order.json"
     order = {"facts": {"a": 1}, "num_layers": 3, "alone": [1.0], "costs": [1.0], "removed": [[1, 0.5]]}
-    check_all(path, order, lambda: _read_order(path, {"a": 1}))
+    check_all(path, order, lambda: read_order(path, {"a": 1}))
 
 
 def test_damaged_metadata_of_a_profile_and_of_traces(tmp_path):

@@ -1,7 +1,5 @@
 """Streams of text that is no UTF-8, or not yet: what comes out, and how much is decoded for it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -16,7 +14,7 @@ WORDS = ["a", "漢", "é", "😀", "👩‍💻", "👨‍👩‍👧", "🇩�
 INVALID = [b"\xff", b"\x80", b"\xe6", b"\xe6\xbc", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5"]
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """A token for each byte, and tokens that end or begin in the middle of a character."""
     letters = dict(zip(sorted(range(256), key=_byte_order), sorted(ByteLevel.alphabet()), strict=True))
     pieces = [bytes([byte]) for byte in range(256)]
@@ -37,13 +35,13 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def _byte_order(byte: int) -> int:
+def _byte_order(byte):
     """GPT-2's alphabet: bytes that can be printed stand for themselves, the others for letters from 256 on."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return byte if byte in printed else 256 + [b for b in range(256) if b not in printed].index(byte)
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback():
     """As Llama 2's: words with a mark for the space before them, and bytes for what no word holds."""
     words = ["▁a", "b", "▁", "漢", "�", "▁�"]
     vocab = {"<s>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
@@ -58,14 +56,14 @@ MAKERS = {"byte-level": byte_level, "byte fallback": byte_fallback}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+def tokenizer(request):
     return MAKERS[request.param]()
 
 
 class Counting:
     """A tokenizer that counts the ids it decodes."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.num_decoded = 0
 
@@ -79,11 +77,11 @@ class Counting:
         return self._tokenizer.decode(ids, **options)
 
 
-def bytes_ids(content: bytes) -> list[int]:
+def bytes_ids(content):
     return [2 + byte for byte in content]
 
 
-def streamed(tokenizer, ids, prompt=()) -> str:
+def streamed(tokenizer, ids, prompt=()):
     """All pieces of a stream, one after the other."""
     stream, pieces = TextStream(tokenizer, list(prompt)), []
     for token in ids:
@@ -95,11 +93,11 @@ def streamed(tokenizer, ids, prompt=()) -> str:
     return stream.text
 
 
-def decoded(tokenizer, ids) -> str:
+def decoded(tokenizer, ids):
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def simply_streamed(tokenizer, ids) -> str:
+def simply_streamed(tokenizer, ids):
     """The rule itself: whenever the text of what is held ends with a whole character, it comes out."""
     text, start, out = "", 0, 0
     for end in range(1, len(ids) + 1):
@@ -110,9 +108,9 @@ def simply_streamed(tokenizer, ids) -> str:
     return text
 
 
-def random_ids(tokenizer, rng: random.Random, damage: float) -> list[int]:
+def random_ids(tokenizer, rng, damage):
     """Characters byte by byte, among them any tokens, and invalid bytes in runs short and long."""
-    ids: list[int] = []
+    ids = []
     for _ in range(rng.randint(1, 12)):
         if rng.random() < damage:
             ids += bytes_ids(rng.choice(INVALID)) * rng.choice([1, 2, 30])

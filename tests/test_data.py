@@ -1,7 +1,5 @@
 """Prompts from files: what a row may be, and the error of each bad one."""
 
-from pathlib import Path
-
 import pytest
 
 from graft.data import Prompt, read_prompts, user_message
@@ -9,18 +7,18 @@ from graft.errors import GraftError
 from tiny import byte_tokenizer
 
 
-def written(folder: Path, content: bytes) -> Path:
+def written(folder, content):
     path = folder / "rows.jsonl"
     path.write_bytes(content)
     return path
 
 
-def test_a_row_is_a_prompt_or_the_first_of_its_turns(tmp_path: Path) -> None:
+def test_a_row_is_a_prompt_or_the_first_of_its_turns(tmp_path):
     path = written(tmp_path, b'{"prompt": "one"}\n\n{"id": 7, "turns": ["two", "later"], "prompt": null}\n')
     assert read_prompts(path) == [Prompt("1", "one"), Prompt("7", "two")]
 
 
-def test_nothing_behind_the_limit_is_looked_at(tmp_path: Path) -> None:
+def test_nothing_behind_the_limit_is_looked_at(tmp_path):
     path = written(tmp_path, b'{"prompt": "one"}\n{"prompt": "two"}\nnot JSON\n')
     assert [prompt.text for prompt in read_prompts(path, limit=2)] == ["one", "two"]
 
@@ -39,25 +37,25 @@ def test_nothing_behind_the_limit_is_looked_at(tmp_path: Path) -> None:
         (b"\n\n", r"rows\.jsonl holds no prompts"),
     ],
 )
-def test_bad_data_is_one_line_that_names_the_place(tmp_path: Path, content: bytes, message: str) -> None:
+def test_bad_data_is_one_line_that_names_the_place(tmp_path, content, message):
     with pytest.raises(GraftError, match=message) as caught:
         read_prompts(written(tmp_path, content))
     assert "\n" not in str(caught.value)
 
 
-def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_named(tmp_path):
     with pytest.raises(GraftError, match=r"cannot read .*nowhere\.jsonl: No such file"):
         read_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(GraftError, match=r"cannot read .*: Is a directory"):
         read_prompts(tmp_path)
 
 
-def test_limit_of_zero_is_refused(tmp_path: Path) -> None:
+def test_limit_of_zero_is_refused(tmp_path):
     with pytest.raises(GraftError, match="limit must be at least 1"):
         read_prompts(written(tmp_path, b'{"prompt": "one"}'), limit=0)
 
 
-def test_text_is_put_as_a_message_only_where_there_is_a_chat_template() -> None:
+def test_text_is_put_as_a_message_only_where_there_is_a_chat_template():
     tokenizer = byte_tokenizer()
     user = {"role": "user", "content": "hi"}
     assert user_message("hi", tokenizer) == [user]

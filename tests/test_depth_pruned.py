@@ -1,7 +1,5 @@
 """Depth-pruned draft models: which layers go, what the saved checkpoint is, what is learned, and that it drafts."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -243,7 +241,7 @@ def test_loss_and_gradients_are_those_of_one_text_at_a_time(model):
     assert not any("embed" in name or "lm_head" in name for name in names)
     gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
-    batch = objective._training.at(0)
+    batch = objective.training_batches.at(0)
     by_text = {tuple(a.tokens.tolist()): a for a in texts()}
     total, count = 0.0, 0
     for tokens, starts in zip(batch.tokens, batch.starts, strict=True):

@@ -1,7 +1,5 @@
 """The documentation keeps up with the repository: its pictures, its figures and the pages that code names."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -9,7 +9,6 @@ import torch
 
 import graft
 from graft import load
-from graft.cli import main
 from graft.engine import Engine
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -56,7 +55,7 @@ def test_results_are_kept_by_model_and_machine_the_fastest_first(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"draft": "none"}]', '[{"draft": 3}]'])
 def test_a_damaged_file_is_passed_over_with_a_warning(content):
     remember(ABOUT, result(NONE, 1.2))
-    drafters._path(ABOUT).write_text(content)
+    drafters.results_path(ABOUT).write_text(content)
     with pytest.warns(UserWarning, match="is damaged"):
         assert best_draft(ABOUT) is None
     with pytest.warns(UserWarning, match="is damaged"):
@@ -101,31 +100,23 @@ def test_auto_takes_the_fastest_that_was_measured(model, tmp_path):
     assert load(model).drafter is None
 
 
-def test_tune_measures_and_drafters_lists(model, tmp_path, monkeypatch, capsys):
+def test_tune_measures_and_drafters_lists(model, tmp_path, graft):
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"abc {number} abc"}) + "\n" for number in range(5)))
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["graft", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        return capsys.readouterr()
-
-    listed = run("drafters", str(folder)).out
+    listed = graft("drafters", str(folder)).out
     assert "retrieval only" in listed and "--draft auto uses none." in listed and not re.search(r"\d\.\d\d ", listed)
     assert "Nothing has been measured on this machine yet: run graft tune --draft NAME --prompts FILE" in listed
     assert "packaged head" not in listed, "a folder has none"
     assert "a small model" not in listed, "all packaged ones are larger"
-    tuned = run("tune", "--model", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6")
+    tuned = graft("tune", "--model", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6")
     assert re.search(r"Drafter none: \d+\.\d\d times plain decoding, mean accepted length \d\.\d\d", tuned.err)
-    listed = run("drafters", str(folder)).out
+    listed = graft("drafters", str(folder)).out
     assert re.search(r"\d\.\d\d .* 0\.00 .* none .* retrieval only", listed)
     assert "Nothing has been measured" not in listed
-    few = run("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
+    few = graft("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
     assert "The drafter was not measured" in few.err
 
 

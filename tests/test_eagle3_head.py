@@ -1,29 +1,17 @@
 """The EAGLE-3 head computes the published layer, at once or in pieces, in chains or trees, and can learn."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig
 
 from graft.errors import GraftError
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
+from tiny import target_config
 
 WIDTH = 6
-TARGET = LlamaConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
-NORMS: dict[str, dict[str, Any]] = {
+TARGET = target_config(num_hidden_layers=8, max_position_embeddings=64)
+NORMS = {
     "published": {},
     "norm_before_residual": {"norm_before_residual": True},
     "norm_output": {"norm_output": True, "norm_before_fc": True},
@@ -31,7 +19,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_head(**changes: Any) -> Eagle3Head:
+def make_head(**changes):
     torch.manual_seed(0)
     head = Eagle3Head(Eagle3Config.for_target(TARGET, **{"draft_vocab_size": 20, **changes}))
     for parameter in head.parameters():  # norms too, whose weights would all be one
@@ -39,20 +27,20 @@ def make_head(**changes: Any) -> Eagle3Head:
     return head
 
 
-def make_inputs(width: int = WIDTH) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(width=WIDTH):
     generator = torch.Generator().manual_seed(1)
     embeddings, hidden = torch.randn(2, 2, width, 32, generator=generator)
     return embeddings, hidden, torch.arange(width).expand(2, -1)
 
 
-def reference(head: Eagle3Head, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+def reference(head, embeddings, hidden, positions):
     """The causal layer as the paper has it, one row, one query and one head at a time; [B, W, H]."""
     config, weights = head.config, dict(head.named_parameters())
 
-    def norm(name: str, x: Tensor) -> Tensor:
+    def norm(name, x):
         return x / (x.square().mean() + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
 
-    def rotate(x: Tensor, position: Tensor) -> Tensor:
+    def rotate(x, position):
         half = len(x) // 2
         angles = position * 10000.0 ** (-torch.arange(half) / half)
         turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), angles)
@@ -60,8 +48,8 @@ def reference(head: Eagle3Head, embeddings: Tensor, hidden: Tensor, positions: T
 
     outputs = []
     for row in range(len(hidden)):
-        keys: list[list[Tensor]] = []
-        values: list[list[Tensor]] = []
+        keys = []
+        values = []
         for embedding, h, position in zip(embeddings[row], hidden[row], positions[row], strict=True):
             normed = norm("midlayer.hidden_norm", h)
             both = torch.cat([norm("midlayer.input_layernorm", embedding), normed])
@@ -87,7 +75,7 @@ def reference(head: Eagle3Head, embeddings: Tensor, hidden: Tensor, positions: T
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_forward_is_the_published_layer(norms: dict[str, Any], kv_heads: int) -> None:
+def test_forward_is_the_published_layer(norms, kv_heads):
     head, inputs = make_head(num_key_value_heads=kv_heads, **norms), make_inputs()
     output, (key, value) = head(*inputs)
     torch.testing.assert_close(output, reference(head, *inputs), rtol=1e-4, atol=1e-5)
@@ -95,7 +83,7 @@ def test_forward_is_the_published_layer(norms: dict[str, Any], kv_heads: int) ->
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_tokens_one_by_one_with_their_past_give_what_all_at_once_give(window: int | None) -> None:
+def test_tokens_one_by_one_with_their_past_give_what_all_at_once_give(window):
     head, (embeddings, hidden, positions) = make_head(sliding_window=window), make_inputs()
     at_once, _ = head(embeddings, hidden, positions)
     past = None
@@ -106,7 +94,7 @@ def test_tokens_one_by_one_with_their_past_give_what_all_at_once_give(window: in
         torch.testing.assert_close(output, at_once[:, now], rtol=1e-4, atol=1e-5)
 
 
-def test_sliding_window_forgets_what_lies_behind_it() -> None:
+def test_sliding_window_forgets_what_lies_behind_it():
     head, (embeddings, hidden, positions) = make_head(sliding_window=2), make_inputs()
     output, _ = head(embeddings, hidden, positions)
     short, _ = head(embeddings[:, -2:], hidden[:, -2:], positions[:, -2:])
@@ -114,7 +102,7 @@ def test_sliding_window_forgets_what_lies_behind_it() -> None:
 
 
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_node_of_a_tree_sees_its_path_alone(additive: bool) -> None:
+def test_a_node_of_a_tree_sees_its_path_alone(additive):
     head, (embeddings, hidden, _) = make_head(), make_inputs()
     #       0
     #      / \
@@ -143,7 +131,7 @@ def test_a_node_of_a_tree_sees_its_path_alone(additive: bool) -> None:
         torch.testing.assert_close(tree[:, path], chain, rtol=1e-4, atol=1e-5)
 
 
-def test_only_the_distance_of_positions_matters() -> None:
+def test_only_the_distance_of_positions_matters():
     head, (embeddings, hidden, positions) = make_head(), make_inputs()
     torch.testing.assert_close(
         head(embeddings, hidden, positions)[0], head(embeddings, hidden, positions + 7)[0], rtol=1e-3, atol=1e-4
@@ -151,7 +139,7 @@ def test_only_the_distance_of_positions_matters() -> None:
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-def test_fuse_concatenates_and_norms_as_the_config_says(norms: dict[str, Any]) -> None:
+def test_fuse_concatenates_and_norms_as_the_config_says(norms):
     head, features = make_head(**norms), torch.randn(2, WIDTH, 96)
     expected = features
     if head.config.norm_before_fc:
@@ -166,7 +154,7 @@ def test_fuse_concatenates_and_norms_as_the_config_says(norms: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-def test_logits_come_of_the_normed_output_once(norms: dict[str, Any]) -> None:
+def test_logits_come_of_the_normed_output_once(norms):
     head, inputs = make_head(**norms), make_inputs()
     output, _ = head(*inputs)
     normed = output if head.config.norm_output else head.norm(output)
@@ -174,7 +162,7 @@ def test_logits_come_of_the_normed_output_once(norms: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-def test_every_parameter_gets_a_gradient_through_two_steps(norms: dict[str, Any]) -> None:
+def test_every_parameter_gets_a_gradient_through_two_steps(norms):
     head = make_head(own_embedding=True, **norms)
     tokens, positions = torch.randint(0, 61, (2, WIDTH)), torch.arange(WIDTH).expand(2, -1)
     hidden, past = head(head.embed(tokens), head.fuse(torch.randn(2, WIDTH, 96)), positions)
@@ -183,7 +171,7 @@ def test_every_parameter_gets_a_gradient_through_two_steps(norms: dict[str, Any]
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
-def test_the_targets_embedding_is_borrowed_not_owned() -> None:
+def test_the_targets_embedding_is_borrowed_not_owned():
     head, embedding = make_head(), torch.randn(61, 32, requires_grad=True)
     with pytest.raises(GraftError, match="borrow_embedding"):
         head.embed(torch.tensor([[3]]))
@@ -195,14 +183,14 @@ def test_the_targets_embedding_is_borrowed_not_owned() -> None:
         head.borrow_embedding(torch.zeros(61, 16))
 
 
-def test_draft_ids_stand_for_the_chosen_target_ids() -> None:
+def test_draft_ids_stand_for_the_chosen_target_ids():
     head, chosen = make_head(draft_vocab_size=3), torch.tensor([4, 9, 60])
     head.set_vocabulary(chosen)
     assert head.to_target(torch.tensor([[2, 0], [1, 1]])).tolist() == [[60, 4], [9, 9]]
     assert head.t2d.nonzero()[:, 0].tolist() == chosen.tolist()
 
 
-def test_rotary_frequencies_stay_exact_in_bf16() -> None:
+def test_rotary_frequencies_stay_exact_in_bf16():
     head = make_head()
     exact = head.rotary.inv_freq.clone()
     head.to(torch.bfloat16)
@@ -228,13 +216,13 @@ def test_rotary_frequencies_stay_exact_in_bf16() -> None:
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rope_scaling_changes_the_frequencies(rope: dict[str, Any]) -> None:
+def test_rope_scaling_changes_the_frequencies(rope):
     scaled = make_head(rope={"rope_theta": 10000.0} | rope)
     assert not torch.equal(scaled.rotary.inv_freq, make_head().rotary.inv_freq)
     assert scaled(*make_inputs())[0].isfinite().all()
 
 
-def test_forward_is_one_graph() -> None:
+def test_forward_is_one_graph():
     head, inputs = make_head(), make_inputs()
     compiled = torch.compile(head, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs)[0], head(*inputs)[0])
@@ -243,7 +231,7 @@ def test_forward_is_one_graph() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "layers"), [(36, (2, 18, 33)), (30, (2, 15, 27)), (3, (0, 1, 2)), (1, (0, 0, 0))]
 )
-def test_default_layers_are_early_middle_and_late(num_layers: int, layers: tuple[int, ...]) -> None:
+def test_default_layers_are_early_middle_and_late(num_layers, layers):
     assert default_target_layers(num_layers) == layers
 
 
@@ -267,6 +255,6 @@ def test_default_layers_are_early_middle_and_late(num_layers: int, layers: tuple
         ({"layers": (1, 2)}, "unknown setting 'layers'"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_shape_that_cannot_be_is_refused(changes, message):
     with pytest.raises(GraftError, match=message):
         Eagle3Config.for_target(TARGET, **changes)

@@ -1,7 +1,5 @@
 """Early exit: the target's first layers draft, what they have run is not run again, and the text is the target's."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice
@@ -10,8 +8,8 @@ import pytest
 import torch
 
 import graft
-from batches import graphs_of, prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import graphs_of, prefilled
+from graft import Engine, GraftError
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
@@ -51,12 +49,6 @@ def settled_model(num_settled, **changes):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return model
-
-
-def prefilled(engine, *texts):
-    batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
-    prefill(engine, batch)
-    return batch
 
 
 def draft(drafter, batch, num_passes=4):
@@ -349,5 +341,3 @@ def test_the_commands_take_an_early_exit(graft, tmp_path):
     tuned = graft("tune", "--prompts", str(data), "--draft", "early-exit", *named)
     assert "early-exit:2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
     assert "early-exit:2" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
-    bench = ("bench", "--methods", "dense,graft", "--data", str(data), "--limit", "1", "--out", str(tmp_path / "out"))
-    assert graft(*bench, *named, "--draft", "early-exit:2").status == 0

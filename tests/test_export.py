@@ -1,31 +1,16 @@
 """What is exported is what others load: heads in the layouts of other engines, and transformers' custom generate."""
 
-from __future__ import annotations
-
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from graft.cli import main
 from graft.errors import GraftError
 from graft.hub.export import export_custom_generate, export_head
 from graft.spec_decode.proposers import block, eagle3
-from tiny import tiny_model
+from tiny import target_config, tiny_model
 
-TARGET = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=10,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+TARGET = target_config(head_dim=8)
 SHAPE = {
     "hidden_size": 32,
     "target_hidden_size": 32,
@@ -38,7 +23,7 @@ SHAPE = {
 }
 
 
-def saved_head(folder: Path) -> eagle3.Eagle3Head:
+def saved_head(folder):
     torch.manual_seed(0)
     head = eagle3.Eagle3Head(eagle3.Eagle3Config(**SHAPE, target_layers=(2, 5, 7)))
     for parameter in head.parameters():
@@ -53,9 +38,7 @@ def saved_head(folder: Path) -> eagle3.Eagle3Head:
     ("engine", "architecture"),
     [("sglang", "LlamaForCausalLMEagle3"), ("vllm", "LlamaForCausalLM"), ("speculators", "Eagle3Speculator")],
 )
-def test_an_exported_head_has_the_engines_names_and_the_same_weights(
-    engine: str, architecture: str, tmp_path: Path
-) -> None:
+def test_an_exported_head_has_the_engines_names_and_the_same_weights(engine, architecture, tmp_path):
     head = saved_head(tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", engine, "owner/target", TARGET)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -68,7 +51,7 @@ def test_an_exported_head_has_the_engines_names_and_the_same_weights(
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_the_card_has_the_command_the_figures_and_how_the_head_was_trained(tmp_path: Path) -> None:
+def test_the_card_has_the_command_the_figures_and_how_the_head_was_trained(tmp_path):
     saved_head(tmp_path / "head")
     (tmp_path / "head" / "README.md").write_text("# A head\n\nTrained on 7 tokens.\n")
     (tmp_path / "head" / "training.json").write_text("{}")
@@ -101,7 +84,7 @@ def test_the_card_has_the_command_the_figures_and_how_the_head_was_trained(tmp_p
     ]
 
 
-def test_a_block_head_goes_to_engines_that_know_its_layout(tmp_path: Path) -> None:
+def test_a_block_head_goes_to_engines_that_know_its_layout(tmp_path):
     facts = {**SHAPE, "draft_vocab_size": 61, "block_size": 4, "mask_token_id": 3, "num_target_layers": 10}
     facts |= {"target_layers": (2, 5, 8), "causal": (False,), "windows": (None,), "shifted": False}
     head = block.BlockHead(block.BlockConfig.of(facts))
@@ -114,7 +97,7 @@ def test_a_block_head_goes_to_engines_that_know_its_layout(tmp_path: Path) -> No
         export_head(tmp_path / "head", tmp_path / "other", "speculators", "owner/target", TARGET)
 
 
-def test_wrong_arguments_are_one_line_and_overwrite_nothing(tmp_path: Path) -> None:
+def test_wrong_arguments_are_one_line_and_overwrite_nothing(tmp_path):
     saved_head(tmp_path / "head")
     kept = tmp_path / "full"
     kept.mkdir()
@@ -134,13 +117,8 @@ def test_wrong_arguments_are_one_line_and_overwrite_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_transformers_loads_the_exported_custom_generate_and_gives_generates_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["graft", "export-hub", str(tmp_path / "custom")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0 and "trust_remote_code=True" in capsys.readouterr().out
+def test_transformers_loads_the_exported_custom_generate_and_gives_generates_text(tmp_path, monkeypatch, graft):
+    assert "trust_remote_code=True" in graft("export-hub", str(tmp_path / "custom")).out
     model = tiny_model()
     ids = torch.tensor([[5, 9, 13, 5, 9, 13, 5, 9]])
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)

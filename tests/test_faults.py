@@ -6,8 +6,7 @@ matcher, each call of a listener. Then it is run again for each of them, and fai
 code that is new has its own.
 """
 
-from __future__ import annotations
-
+import asyncio
 import itertools
 import logging
 import sys
@@ -28,11 +27,12 @@ from graft.engine import scheduler as scheduling
 from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
-from graft.request.detokenizer import _decoded_before
+from graft.request.detokenizer import decoded_before
 from graft.server.grammar import Grammars, GrammarSpec, LLMatcher
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
+from scheduling import assert_unused
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 SOURCE = str(Path(graft.__file__).parent)
@@ -51,11 +51,14 @@ class FaultError(RuntimeError):
 
 
 class Driven(Scheduler):
-    """Runs in the thread that calls `_run`, until there is nothing left to do. Its cache is full every few rounds."""
+    """Runs in the thread of the test, until there is nothing left to do. Its cache is full every few rounds."""
 
     num_steps = 0
 
-    def _wait_for_work(self) -> bool:
+    def run_to_the_end(self):
+        self._run()
+
+    def _wait_for_work(self):
         return bool(self._waiting or self._running)
 
     def _extend_rows(self):
@@ -138,7 +141,7 @@ class World:
 
     def run(self):
         with self.tracer:
-            self.scheduler._run()
+            self.scheduler.run_to_the_end()
 
     def check(self, allowed):
         """That only those failed who may, and nothing is left behind; and that another is answered."""
@@ -152,14 +155,11 @@ class World:
                 assert asked.failure is None or asked.job in allowed, (asked.name, asked.failure)
                 asked.check(expected[asked.name])
         for _ in range(2):  # and again, over what the first has left
-            assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
-            assert not scheduler._batches and not scheduler._prefills
-            pool = scheduler.pool
-            assert pool.num_free == pool.num_pages, "pages are not given back"
-            assert len(pool._free_table_rows) == pool.num_table_rows - 1, "rows of the block tables are not given back"
+            assert not scheduler.is_closing and scheduler.num_running == scheduler.num_waiting == 0
+            assert_unused(scheduler.pool)
             assert scheduler.pool.num_prefix_tokens <= scheduler.settings.prefix_cache_tokens
             more = self.ask("more", "one more", max_new_tokens=5)
-            scheduler._run()
+            scheduler.run_to_the_end()
             assert more.failure is None
             more.check(expected["more"])
 
@@ -167,12 +167,11 @@ class World:
 class Shared:
     """What all runs have in common, made once."""
 
-    def __init__(self, make_drafter=Eagle3Drafter):
+    def __init__(self, constrained, make_drafter=Eagle3Drafter):
         self.model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
         self.tokenizer = byte_tokenizer()
         self.head = make_head(self.model)
-        self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
-        self.matcher = self.grammars._compiled(GrammarSpec("JSON schema", SCHEMA))
+        self.grammars, self.matcher = constrained
         self.make_drafter = make_drafter
         self.expected = {}
         plain = Engine(self.model, self.tokenizer, policy="off")
@@ -311,10 +310,17 @@ def own_jobs(frame):
 
 
 @pytest.fixture(scope="module")
-def shared():
+def constrained():
+    """Grammars and one of them compiled, which takes threads."""
+    grammars = Grammars(byte_tokenizer(), BYTE_VOCAB, [2])
+    return grammars, asyncio.run(grammars.compile(GrammarSpec("JSON schema", SCHEMA)))
+
+
+@pytest.fixture(scope="module")
+def shared(constrained):
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        yield Shared()
+        yield Shared(constrained)
 
 
 @pytest.fixture(autouse=True)
@@ -329,12 +335,12 @@ def prepare(patch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3, monotonic=lambda: 1.0)
     patch.setattr(scheduling, "time", clock)
     patch.setattr(logging.getLogger("graft.server"), "disabled", True)
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
 
 
 def listed(shared, kind):
     """All points of a run in which nothing fails, and how often it comes to each."""
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
     world = World(shared, kind())
     world.run()
     points = Counter(world.tracer.points)
@@ -346,7 +352,7 @@ def listed(shared, kind):
 
 def fail_at(shared, kind, point, count):
     """Runs the scenario with a failure at a point, and checks what became of all. False if it never came there."""
-    _decoded_before.cache_clear()
+    decoded_before.cache_clear()
     world = World(shared, kind(point, count))
     world.run()
     if world.tracer.allowed is None:
@@ -374,23 +380,24 @@ def first_of(parts):
     return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, parts))]
 
 
-@pytest.mark.parametrize("part", first_of(20))
-def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=20, every=64)
+@pytest.mark.parametrize("part", first_of(30))
+def test_a_failing_function_harms_only_its_own_request_or_round(shared, part):
+    fail_everywhere(shared, CallTracer, part, of=30, every=64)
 
 
-@pytest.mark.parametrize("part", first_of(6))
-def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=6, every=72)
+@pytest.mark.parametrize("part", first_of(9))
+def test_a_failing_allocation_harms_only_its_own_request_or_round(shared, part):
+    fail_everywhere(shared, AllocationTracer, part, of=9, every=72)
 
 
+@pytest.mark.parametrize("part", first_of(2))
 @pytest.mark.parametrize("time", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, time):
-    fail_everywhere(shared, Tracer, counts=lambda number: {1 if time == "first" else number})
+def test_a_failing_listener_harms_only_its_own_request(shared, part, time):
+    fail_everywhere(shared, Tracer, part, of=2, counts=lambda number: {1 if time == "first" else number})
 
 
 @pytest.fixture
-def captured(monkeypatch):
+def captured(constrained, monkeypatch):
     """The code of a GPU, with plain kernels, where what would be replayed is called."""
     pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
     import plain_kernels
@@ -398,12 +405,12 @@ def captured(monkeypatch):
 
     plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", small_target)
-    return Shared(SmallDrafter)
+    return Shared(constrained, SmallDrafter)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
-def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
+def test_a_failure_with_captured_steps_harms_no_other_request(captured, kind):
     """A run takes seconds here, so a few points stand for all."""
     fail_everywhere(captured, kind, of=420 if kind is CallTracer else 390, every=8)
 
@@ -412,7 +419,7 @@ def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
-def test_what_fails_at_any_point_where_steps_are_captured_harms_nobody_else(captured, kind):
+def test_a_failure_at_any_point_with_captured_steps_harms_no_other_request(captured, kind):
     fail_everywhere(captured, kind)
 
 
@@ -420,5 +427,5 @@ def test_what_fails_at_any_point_where_steps_are_captured_harms_nobody_else(capt
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
 @pytest.mark.parametrize("part", range(16))
-def test_what_fails_at_any_point_at_several_times_harms_nobody_else(shared, kind, part):
+def test_a_failure_at_any_point_at_several_times_harms_no_other_request(shared, kind, part):
     fail_everywhere(shared, kind, part, of=16, counts=lambda number: {1, min(2, number), (number + 1) // 2, number})

@@ -1,12 +1,9 @@
 """Files that are there as a whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ with files.replacing(pathlib.Path(sys.argv[2])) as file:
 """
 
 
-def killed_while_writing(path: Path) -> None:
+def killed_while_writing(path):
     done = subprocess.run([sys.executable, "-c", WRITER, str(files.__file__), str(path)])
     assert done.returncode == -signal.SIGKILL
 

@@ -41,7 +41,7 @@ SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combin
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
 
 
-def in_both(sizes: list, quick: list) -> list:
+def in_both(sizes, quick):
     """Of each size single precision, of these halves as well; the other halves are for the slow suite."""
     halves = [(size, dtype) for size in sizes for dtype in DTYPES[1:]]
     marked = [pytest.param(*half, marks=[] if half[0] in quick else [pytest.mark.slow]) for half in halves]
@@ -65,9 +65,7 @@ class Problem:
     padding: int = 0  # tokens of line 0 at the end
 
     @classmethod
-    def make(
-        cls, lengths, trees, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32, padding=0, seed=0
-    ) -> "Problem":
+    def make(cls, lengths, trees, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32, padding=0, seed=0):
         nodes = nodes or [list(range(len(tree))) for tree in trees]
         sizes = [length + len(tree) for length, tree in zip(lengths, trees, strict=True)]
         num_pages = [-(-size // PAGE) for size in sizes]
@@ -86,23 +84,23 @@ class Problem:
         return problem
 
     @classmethod
-    def random(cls, lengths, width=5, **shape) -> "Problem":
+    def random(cls, lengths, width=5, **shape):
         return cls.make(lengths, [some_tree(width, seed) for seed, _ in enumerate(lengths)], **shape)
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self):
         return len(self.lengths)
 
-    def slot(self, row: int, index: int) -> int:
+    def slot(self, row, index):
         return self.tables[row][index // PAGE] * PAGE + index % PAGE
 
-    def path(self, row: int, node: int) -> list[int]:
+    def path(self, row, node):
         path = [node]
         while path[0]:
             path.insert(0, self.trees[row][path[0]])
         return path
 
-    def texts(self) -> list[tuple[int, list[int]]]:
+    def texts(self):
         """Of every token of the step, its row and where its text is, in order."""
         return [
             (row, [self.slot(row, i) for i in (*range(length), *(length + place for place in self.path(row, node)))])
@@ -110,7 +108,7 @@ class Problem:
             for node in self.nodes[row]
         ]
 
-    def layout(self, max_context: int | None = None) -> Layout:
+    def layout(self, max_context=None):
         """Rows stand in the block tables in another order than in the step, and there is one that is not in use."""
         paths = [self.path(row, node) for row in range(self.num_rows) for node in self.nodes[row]]
         places = [*(path[-1] for path in paths), *[0] * self.padding]
@@ -138,9 +136,7 @@ class Problem:
             strips=ints([*(number for row in strips for number in row), *[0] * self.padding]),
         )
 
-    def attend(
-        self, tiles: Tiles = SMALL, max_context: int | None = None, strips: list[int] | None = None, **options
-    ) -> Tensor:
+    def attend(self, tiles=SMALL, max_context=None, strips=None, **options):
         """[T, heads * head_dim], of the tokens that are no padding. strips: in place of the right ones."""
         layout = self.layout(max_context)
         if strips is not None:
@@ -150,13 +146,7 @@ class Problem:
         assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
 
-    def expected(
-        self,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def expected(self, window=None, chunk=None, softcap=None, sinks=None):
         """Softmax over each token's own text, in double precision."""
         _, heads, head_dim = self.query.shape
         group = heads // self.keys.shape[1]
@@ -172,7 +162,7 @@ class Problem:
             out[token] = torch.einsum("hs,shd->hd", scores.softmax(dim=1)[:, : len(slots)], value)
         return out.flatten(1)
 
-    def holding(self, texts: list[list[int]], query: Tensor, source: "Problem") -> "Problem":
+    def holding(self, texts, query, source):
         """With the keys and values of these slots of the other, in the rows' order, and these queries."""
         self.query[: len(query)] = query
         for row, slots in enumerate(texts):
@@ -181,11 +171,11 @@ class Problem:
         return self
 
     @property
-    def shape(self) -> dict:
+    def shape(self):
         (_, heads, head_dim), kv_heads = self.query.shape, self.keys.shape[1]
         return {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
 
-    def decoded_plainly(self, tokens: list[int] | None = None) -> "Problem":
+    def decoded_plainly(self, tokens=None):
         """These tokens of the step, or all, each as a row of its own, in which its path is committed."""
         every = self.texts()
         tokens = list(range(len(every))) if tokens is None else tokens
@@ -193,24 +183,17 @@ class Problem:
         plain = Problem.make([len(slots) - 1 for slots in texts], [[0]] * len(texts), seed=1, **self.shape)
         return plain.holding(texts, self.query[tokens], self)
 
-    def only(self, row: int, seed: int = 2) -> "Problem":
-        """One row without the others, in other pages."""
-        length, tree, first = self.lengths[row], self.trees[row], sum(map(len, self.nodes[:row]))
-        alone = Problem.make([length], [tree], [self.nodes[row]], seed=seed, **self.shape)
-        text = [self.slot(row, index) for index in range(length + len(tree))]
-        return alone.holding([text], self.query[first : first + len(self.nodes[row])], self)
 
-
-def ints(numbers: list) -> Tensor:
+def ints(numbers):
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
-def some_tree(width: int, seed: int = 0) -> list[int]:
+def some_tree(width, seed=0):
     rng = random.Random(seed)
     return [0, *(rng.randrange(node) for node in range(1, width))]
 
 
-def strips_of(tree: list[int]) -> list[int]:
+def strips_of(tree):
     """Numbers of a tree's nodes in their strips: a node's first child goes on with its strip, and a leaf ends it."""
     parents, numbers = tree[1:], [1]
     for node, parent in enumerate(parents, start=1):
@@ -218,14 +201,12 @@ def strips_of(tree: list[int]) -> list[int]:
     return [number if node in parents else -number for node, number in enumerate(numbers)]
 
 
-def chain(width: int) -> list[int]:
+def chain(width):
     """A part of a prompt, or a tree of one path."""
     return [max(place - 1, 0) for place in range(width)]
 
 
-def check(
-    problem: Problem, window: int | None = None, tiles: Tiles = SMALL, tokens: list[int] | None = None, **options
-) -> None:
+def check(problem, window=None, tiles=SMALL, tokens=None, **options):
     """Attention is what it should be, and for every token, or for these, has the very bits of plain decoding."""
     options = {"window": window, **options}
     out = problem.attend(tiles, **options)
@@ -253,7 +234,7 @@ LONG_BRANCH = [0, 0, 0, *range(2, 21)]  # 20 nodes down the second child's path
 SIDE_BRANCHES = [*chain(20), 3, 11, 21]  # off a path of 20 nodes, one of one node and one of two
 
 
-def forest(group: int = 2, **shape) -> Problem:
+def forest(group=2, **shape):
     """Trees of all kinds, a tree of one path, a part of a prompt and padding. Paths cross borders of blocks (16), short
     splits (32), long ones and pages (64), and the strips of long ones are cut for every group."""
     trees = [LONG_BRANCH, some_tree(9, 3), SIDE_BRANCHES, chain(3), [0] * 4, chain(12), [0]]
@@ -342,7 +323,7 @@ def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others
     check(problem)
 
 
-def calls_of(monkeypatch, name: str) -> list:
+def calls_of(monkeypatch, name):
     """The arguments of every call of one of the kernels' functions, which the interpreter runs as Python."""
     calls, function = [], getattr(attention_kernels, name)
     monkeypatch.setattr(attention_kernels, name, lambda *args: calls.append(args) or function(*args))
@@ -382,7 +363,7 @@ def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():
     assert torch.equal(problem.attend(window=3), problem.decoded_plainly().attend(window=3))
 
 
-def mixed(width: int) -> Problem:
+def mixed(width):
     """Parts of prompts, one of them as wide as this, trees and padding in one step."""
     return Problem.make([70, 130, 0, 33], [some_tree(6), chain(width), chain(5), some_tree(3)], padding=2)
 
@@ -392,26 +373,6 @@ def test_prompts_trees_and_padding_stand_in_one_step(width, window):
     """Of the long prompt, the tokens around borders of tiles, blocks, splits and pages."""
     prompt = [6 + place for place in (0, 7, 8, 13, 14, 15, 29, 30, 61, 62, 69) if place < width]
     check(mixed(width), window, tokens=[*range(6), *prompt, *range(6 + width, 14 + width)])
-
-
-def test_a_row_gets_the_same_bits_alone_in_other_pages():
-    problem = mixed(20)
-    parts = torch.cat([problem.only(row).attend() for row in range(problem.num_rows)])
-    assert torch.equal(problem.attend(), parts)
-
-
-def test_a_path_gets_the_same_bits_as_part_of_a_prompt_and_as_a_branch():
-    """The same text twice: once as it stands in the step, once below a root that has another child first."""
-    width = 30
-    as_chunk = Problem.make([50], [chain(width)])
-    as_branch = Problem.make([50], [[0, 0, 0, *range(2, width)]], seed=5)
-    text = [as_chunk.slot(0, index) for index in range(50 + width)]
-    text.insert(51, text[0])  # what the other child is, nobody sees
-    query = torch.cat([as_chunk.query[:1], as_chunk.query])
-    query[1] = 7.0
-    as_branch.holding([text], query, as_chunk)
-    out, branch = as_chunk.attend(), as_branch.attend()
-    assert torch.equal(out[0], branch[0]) and torch.equal(out[1:], branch[2:])
 
 
 def test_few_programs_do_all_items_of_a_plan(monkeypatch):
@@ -432,7 +393,7 @@ def test_a_plan_holds_every_split_of_whole_blocks_of_prefix_for_every_tile():
             check_plan(Problem.make(lengths, trees, padding=1).layout(), group)
 
 
-def check_plan(layout: Layout, group: int) -> attention_kernels.Plan:
+def check_plan(layout, group):
     """The expected plan, which ours is."""
     ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
     for name in ("items", "strips"):
@@ -780,11 +741,7 @@ def test_devices_that_know_no_descriptors_load_the_same():
         assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "neurons"),
-    [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "neurons"), [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])], ids=str)
 def test_a_product_with_its_activation_has_the_bits_of_the_two_kernels(dtype, neurons):
     torch.manual_seed(0)
     weight, x = (torch.randn(*size).to(DEVICE, dtype) for size in ((2 * neurons, 128), (150, 128)))

@@ -1,7 +1,5 @@
 """Parsers of answers take time in proportion to the text, whatever a model writes and however it is cut into pieces."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import graft.server
-from graft.server.chat import _without_tools
+from graft.server.chat import without_tools
 from graft.server.tool_formats import FORMATS, Function
 from graft.server.tool_parsers import Thinking
 
@@ -26,6 +24,12 @@ CASES = {
     "hermes, a call that never closes": ("hermes", "<tool_call>", "x</tool_call", ""),
     "qwen, spaces in a call": ("qwen", "<tool_call>", " ", "<function="),
     "qwen, spaces behind a value": ("qwen", XML + "x</parameter>", " ", ""),
+    "qwen, words in a value": ("qwen", XML, "word ", ""),
+    "qwen, beginnings of values": ("qwen", "<tool_call><function=f>", "<parameter=a>", ""),
+    "llama3, line breaks": ("llama3", "", "\n", ""),
+    "mistral, brackets": ("mistral", "", "[", ""),
+    "mistral, words behind the marker": ("mistral", "[TOOL_CALLS]", "word", ""),
+    "hermes, one long name": ("hermes", '<tool_call>{"name": "', "abcd", ""),
 }
 MORE = {
     "pythonic, spaces behind a name": ("pythonic", "[f", " ", "!"),
@@ -42,7 +46,7 @@ MORE = {
 }
 
 
-def seconds(form: str, text: str, size: int, thinks: bool) -> float:
+def seconds(form, text, size, thinks):
     """CPU time of a parser that is fed a text in pieces."""
     parser = FORMATS[form].parser(FUNCTIONS)
     parser = Thinking(False, parser) if thinks else parser
@@ -53,11 +57,11 @@ def seconds(form: str, text: str, size: int, thinks: bool) -> float:
     return time.thread_time() - start
 
 
-def check(case: tuple[str, str, str, str], length: int, size: int, thinks: bool = False) -> None:
+def check(case, length, size, thinks=False):
     """Four times the text takes about four times as long; quadratic time would be sixteen times as long."""
     form, before, again, after = case
 
-    def measured(number: int) -> float:
+    def measured(number):
         return seconds(form, before + again * (number // len(again)) + after, size, thinks)
 
     ratios = []
@@ -84,10 +88,10 @@ def test_the_head_of_a_list_of_calls_is_matched_in_linear_time(case):
 
 
 def test_results_of_tools_are_joined_in_linear_time():
-    def measured(count: int) -> float:
+    def measured(count):
         messages = [{"role": "tool", "content": "x" * 20} for _ in range(count)]
         start = time.thread_time()
-        (said,) = _without_tools(messages, [])
+        (said,) = without_tools(messages, [])
         assert said["content"].count("x" * 20) == count
         return time.thread_time() - start
 

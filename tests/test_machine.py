@@ -1,7 +1,5 @@
 """Memory and cores that a process may use, in folders that stand for the kernel's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -19,7 +17,7 @@ TOP = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernel(tmp_path, monkeypatch):
     """The root of a machine with 8 cores and 1,024 MiB, of which 900 are free."""
     facts = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1024 * MIB // 4096}
     monkeypatch.setattr(os, "sysconf", facts.__getitem__)
@@ -29,18 +27,18 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(file: Path, text: object) -> None:
+def write(file, text):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{text}\n")
 
 
-def belong(kernel: Path, version: int, path: str) -> None:
+def belong(kernel, version, path):
     """The process is in the control group of that path."""
     lines = f"12:cpu,cpuacct:{path}\n4:memory:{path}\n1:name=systemd:/\n0::/" if version == 1 else f"0::{path}"
     write(kernel / "proc/self/cgroup", lines)
 
 
-def limit_memory(kernel: Path, version: int, path: str, limit: object, used: int = 0, idle: int = 0) -> None:
+def limit_memory(kernel, version, path, limit, used=0, idle=0):
     folder = kernel / TOP[version] / path
     limit_file, used_file = MEMORY_FILES[version]
     write(folder / limit_file, limit)
@@ -48,7 +46,7 @@ def limit_memory(kernel: Path, version: int, path: str, limit: object, used: int
     write(folder / "memory.stat", f"anon {used - idle}\n{'total_' if version == 1 else ''}inactive_file {idle}")
 
 
-def limit_cores(kernel: Path, version: int, path: str, quota: int | None) -> None:
+def limit_cores(kernel, version, path, quota):
     """Microseconds of every 100,000."""
     if version == 2:
         write(kernel / TOP[2] / path / "cpu.max", f"{'max' if quota is None else quota} 100000")
@@ -57,14 +55,14 @@ def limit_cores(kernel: Path, version: int, path: str, quota: int | None) -> Non
         write(kernel / "sys/fs/cgroup/cpu" / path / "cpu.cfs_period_us", 100000)
 
 
-def test_without_control_groups_memory_and_cores_are_the_machines(kernel: Path) -> None:
+def test_without_control_groups_memory_and_cores_are_the_machines(kernel):
     assert machine.total_memory() == 1024 * MIB
     assert machine.free_memory() == 900 * MIB
     assert machine.num_cores() == 8
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_memory_is_no_more_than_the_control_group_allows(kernel: Path, version: int) -> None:
+def test_memory_is_no_more_than_the_control_group_allows(kernel, version):
     belong(kernel, version, "/user/job")
     limit_memory(kernel, version, "user/job", 256 * MIB, used=100 * MIB, idle=40 * MIB)
     assert machine.total_memory() == 256 * MIB
@@ -74,7 +72,7 @@ def test_memory_is_no_more_than_the_control_group_allows(kernel: Path, version: 
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_limit_of_a_group_above_holds_as_well(kernel: Path, version: int) -> None:
+def test_a_limit_of_a_group_above_holds_as_well(kernel, version):
     belong(kernel, version, "/user/job")
     limit_memory(kernel, version, "user/job", NO_LIMIT[version])
     limit_memory(kernel, version, "user", 128 * MIB, used=130 * MIB)
@@ -86,7 +84,7 @@ def test_a_limit_of_a_group_above_holds_as_well(kernel: Path, version: int) -> N
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_container_that_sees_only_its_own_group_finds_the_limit_at_the_top(kernel: Path, version: int) -> None:
+def test_a_container_that_sees_only_its_own_group_finds_the_limit_at_the_top(kernel, version):
     belong(kernel, version, "/docker/0123abcd")
     limit_memory(kernel, version, "", 512 * MIB)
     limit_cores(kernel, version, "", 200_000)
@@ -95,14 +93,14 @@ def test_a_container_that_sees_only_its_own_group_finds_the_limit_at_the_top(ker
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_cores_are_no_more_than_the_control_groups_share_of_time(kernel: Path, version: int) -> None:
+def test_cores_are_no_more_than_the_control_groups_share_of_time(kernel, version):
     belong(kernel, version, "/job")
     for quota, cores in ((150_000, 2), (20_000, 1), (None, 8), (6_400_000, 8)):
         limit_cores(kernel, version, "job", quota)
         assert machine.num_cores() == cores
 
 
-def test_files_that_say_something_else_are_passed_over(kernel: Path) -> None:
+def test_files_that_say_something_else_are_passed_over(kernel):
     write(kernel / "proc/self/cgroup", "nonsense\n0::/job")
     for name in ("memory.max", "memory.current", "memory.stat", "cpu.max"):
         write(kernel / "sys/fs/cgroup/job" / name, "what is this")
@@ -110,7 +108,7 @@ def test_files_that_say_something_else_are_passed_over(kernel: Path) -> None:
     assert (machine.total_memory(), machine.free_memory(), machine.num_cores()) == (1024 * MIB, None, 8)
 
 
-def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(kernel: Path) -> None:
+def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(kernel):
     from graft import Engine
     from graft.engine.jobs import SchedulerSettings
     from graft.engine.memory import bytes_per_token, num_pages_for
@@ -125,23 +123,21 @@ def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(
     assert num_pages_for(engine, SchedulerSettings(), 512) == 20
 
 
-def test_what_is_free_on_a_cpu_is_what_the_control_group_has_left(kernel: Path) -> None:
+def test_what_is_free_on_a_cpu_is_what_the_control_group_has_left(kernel):
     belong(kernel, 2, "/job")
     limit_memory(kernel, 2, "job", 256 * MIB, used=100 * MIB)
     assert free_memory(torch.device("cpu")) == 156 * MIB
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="there is no /proc")
-def test_this_machine_says_something_that_can_be() -> None:
+def test_this_machine_says_something_that_can_be():
     free = machine.free_memory()
     assert free is not None and 0 <= free < machine.total_memory()
     assert 1 <= machine.num_cores() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(("memory", "cores", "workers"), [(64, 8, 8), (6, 8, 3), (64, 1, 1), (1, 8, 1)])
-def test_pytest_takes_as_many_processes_as_there_are_cores_and_memory_for(
-    kernel: Path, monkeypatch: pytest.MonkeyPatch, memory: int, cores: int, workers: int
-) -> None:
+def test_pytest_takes_as_many_processes_as_there_are_cores_and_memory_for(kernel, monkeypatch, memory, cores, workers):
     belong(kernel, 2, "/job")
     limit_memory(kernel, 2, "job", memory << 30)
     limit_cores(kernel, 2, "job", cores * 100_000)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
-from batches import prefill
+from batches import prefill, prefilled
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
@@ -157,8 +157,7 @@ def test_every_drafted_node_has_the_probability_that_a_plain_forward_gives_it(na
     for _ in islice(engine.rounds(sequences), 4):
         pass
     tokens = sequences[1].ids
-    batch = engine.open(engine.new_sequences(tokens, SamplingSettings(max_new_tokens=4)))
-    prefill(engine, batch)
+    batch = prefilled(engine, tokens, max_new_tokens=4)
     hidden = model.model(torch.tensor([tokens[:-1]])).last_hidden_state
     for keep, count in ((None, 3 + 2 * 9), (1, 3)):
         nodes = drafted_nodes(drafter, batch.draft, batch.roots(), keep)
@@ -205,8 +204,7 @@ def test_transformers_own_mtp_drafts_the_same_first_token(checkpoint):
         )
     drafter = MtpDrafter(load_head(model), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
-    batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=4)))
-    prefill(engine, batch)
+    batch = prefilled(engine, PROMPT, max_new_tokens=4)
     level = next(drafter.levels(batch.draft, batch.roots()))
     expected = logits[0, -1].softmax(-1)[level.tokens[0]]
     torch.testing.assert_close(level.probabilities[0], expected, atol=1e-5, rtol=1e-4)

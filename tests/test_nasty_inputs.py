@@ -3,25 +3,20 @@
 On the command line that is exit status 2; in Python a GraftError, which is a ValueError.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import graft as library
-from conftest import Finished
 from graft import GraftError, SamplingSettings
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
-Run = Callable[..., Finished]
 NOWHERE = "/dev/null/nowhere"  # where not even root can write
 
 
@@ -31,7 +26,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def engine(model) -> library.Engine:
+def engine(model):
     return library.load(model, tokenizer=byte_tokenizer())
 
 
@@ -123,13 +118,9 @@ COMMANDS = [  # words, what is piped in, words of the error
 ]
 
 
-def test_there_are_sixty_of_them() -> None:
-    assert len(LOAD) + len(GENERATE) + len(COMMANDS) >= 60
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own way to quantize is an old one
 @pytest.mark.parametrize(("given", "words"), LOAD, ids=[words for _, words in LOAD])
-def test_load_says_in_one_line_what_is_wrong(model, given: dict, words: str) -> None:
+def test_load_says_in_one_line_what_is_wrong(model, given, words):
     given = {"model": model, **given}
     if given["model"] is quantized:
         given["model"] = quantized()
@@ -139,7 +130,7 @@ def test_load_says_in_one_line_what_is_wrong(model, given: dict, words: str) -> 
 
 
 @pytest.mark.parametrize(("prompt", "options", "words"), GENERATE, ids=[words for *_, words in GENERATE])
-def test_generate_says_in_one_line_what_is_wrong(engine, prompt: object, options: dict, words: str) -> None:
+def test_generate_says_in_one_line_what_is_wrong(engine, prompt, options, words):
     with pytest.raises(GraftError, match=words) as caught:
         engine.generate(prompt, **options)
     assert "\n" not in str(caught.value)
@@ -147,9 +138,9 @@ def test_generate_says_in_one_line_what_is_wrong(engine, prompt: object, options
 
 @pytest.mark.parametrize(("line", "stdin", "words"), COMMANDS, ids=[line for line, *_ in COMMANDS])
 def test_a_command_says_in_one_line_what_is_wrong_before_it_loads_the_default_model(
-    graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, stdin: bytes, words: str
-) -> None:
-    def fetched(*args: object) -> None:
+    graft, model_folder, tmp_path, monkeypatch, line, stdin, words
+):
+    def fetched(*args):
         raise AssertionError("the model is loaded first")
 
     monkeypatch.setattr("graft.hub.load.pull", fetched)
@@ -162,16 +153,14 @@ def test_a_command_says_in_one_line_what_is_wrong_before_it_loads_the_default_mo
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full to stand for a full disk")
-def test_a_full_disk_behind_stdout_is_one_line() -> None:
+def test_a_full_disk_behind_stdout_is_one_line():
     command = [sys.executable, "-c", "from graft.cli import main; main()", "pull", "--list"]
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ)
     assert (result.returncode, result.stderr) == (2, "error: cannot write: No space left on device\n")
 
 
-def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(model_folder, monkeypatch):
     from graft.cli import main
 
     screen = io.BytesIO()
@@ -184,7 +173,7 @@ def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(
     assert b"\\u" in screen.getvalue() or b"\\x" in screen.getvalue()
 
 
-def test_what_was_refused_once_and_means_something_is_taken(engine, model, tmp_path: Path, model_folder: str) -> None:
+def test_what_was_refused_once_and_means_something_is_taken(engine, model, tmp_path, model_folder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     whole = engine.generate(engine.user_message("hi"), max_new_tokens=6)
     assert engine.generate(parts, max_new_tokens=6).ids == whole.ids

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.engine.jobs import Failure, Job, SchedulerSettings
 from graft.engine.scheduler import Scheduler
-from graft.model import NoRoomError, PagePool, cuda_graphs, kv_cache
+from graft.model import NoRoomError, PagePool, cuda_graphs
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kv_cache import PAGE, KVStore
 from proposers import Oracle
@@ -86,7 +87,7 @@ def test_a_copy_needs_no_more_pages_than_it_keeps():
     pool.copy(source, target)  # one page is free, and one is copied
     assert target.pages[:3] == source.pages[:3] and target.pages[3] != source.pages[3]
     assert target.length == source.length and pool.num_free == 0
-    assert pool._host_tables[target.block_table_row, :4].tolist() == target.pages
+    assert pool.sync()[target.block_table_row, :4].tolist() == target.pages
     pool.release(source)
     assert pool.num_free == 1
     pool.release(target)
@@ -104,7 +105,7 @@ def test_a_copy_that_finds_no_page_changes_nothing():
     assert pool.num_free == 4
 
 
-def test_a_copy_keeps_the_pages_that_the_row_has_behind():
+def test_a_copy_keeps_the_later_pages_of_the_target_row():
     pool, store = pool_of(num_pages=9)
     source, target = pool.open_row(PAGE + 1), pool.open_row(4 * PAGE)
     source.length = PAGE + 1
@@ -126,14 +127,14 @@ def kept_by(pool):
     return text
 
 
-def test_a_kept_text_loses_its_end_before_its_beginning():
+def test_eviction_takes_the_end_of_a_cached_text_first():
     pool, _ = pool_of(num_pages=6)
     text = kept_by(pool)
     pool.release(pool.open_row(3 * PAGE))  # two pages are free, so a kept one goes
     assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
 
 
-def test_a_found_text_loses_its_end_before_its_beginning():
+def test_eviction_takes_the_end_first_after_a_cache_hit_too():
     pool, _ = pool_of(num_pages=8)
     text = kept_by(pool)
     pool.release(pool.open_with_prefix(text, "", 0))
@@ -141,7 +142,7 @@ def test_a_found_text_loses_its_end_before_its_beginning():
     assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
 
 
-def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have():
+def test_the_block_tables_on_the_device_list_the_pages_of_a_row_that_has_grown():
     pool, _ = pool_of(num_pages=9)
     row, other = pool.open_row(PAGE), pool.open_row(PAGE)
     for num_pages in (1, 2, 5):
@@ -152,7 +153,7 @@ def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_ha
     assert pool.sync()[row.block_table_row, :5].tolist() == row.pages
 
 
-def test_a_kept_page_is_found_behind_its_own_beginning_alone():
+def test_a_cached_page_is_found_only_after_the_same_prefix():
     """The same tokens behind another beginning have other keys and values."""
     pool, _ = pool_of(num_pages=12)
     text = kept_by(pool)
@@ -163,7 +164,7 @@ def test_a_kept_page_is_found_behind_its_own_beginning_alone():
         pool.release(row)
 
 
-def test_of_a_row_that_is_trimmed_the_page_that_it_ends_in_stays():
+def test_trimming_a_row_keeps_the_page_that_it_ends_in():
     pool, _ = pool_of(num_pages=9)
     row = pool.open_row(4 * PAGE)
     for num_slots, num_left in ((3 * PAGE + 1, 4), (3 * PAGE, 3), (PAGE + 1, 2), (1, 1), (0, 0)):
@@ -171,7 +172,7 @@ def test_of_a_row_that_is_trimmed_the_page_that_it_ends_in_stays():
         assert len(row.pages) == num_left == pool.num_pages - pool.num_free
 
 
-def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
+def test_the_prefix_cache_keeps_no_more_of_a_text_than_the_drafter_has_entries_for():
     pool, _ = pool_of(num_pages=9)
     for first, num_entries, num_found in ((0, 2 * PAGE - 1, 1), (1, 2 * PAGE, 2), (2, PAGE - 1, 0), (3, None, 3)):
         text, row = text_of(3, first), pool.open_row(3 * PAGE)
@@ -184,7 +185,7 @@ def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
         pool.evict()
 
 
-def test_pages_that_a_row_shares_are_given_to_nobody_else():
+def test_pages_that_a_row_shares_are_not_allocated_again():
     pool, _ = pool_of(num_pages=8)
     text = kept_by(pool)
     row = pool.open_with_prefix(text, "", 4 * PAGE)  # three pages of the kept text, and a copy of the fourth
@@ -196,7 +197,7 @@ def test_pages_that_a_row_shares_are_given_to_nobody_else():
     assert pool.num_free == 4, "and they are free when nobody has them any more"
 
 
-def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
+def test_a_row_grows_into_the_next_page_unless_it_is_used_or_cached():
     pool, _ = pool_of(num_pages=9)
     row, other = pool.open_row(2 * PAGE), pool.open_row(PAGE)
     other.length = PAGE
@@ -214,7 +215,7 @@ def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
     assert sorted(row.pages) == list(range(1, 10)) and pool.num_prefix_tokens == 0
 
 
-@pytest.mark.parametrize("num_before", range(8))
+@pytest.mark.parametrize("num_before", range(10))
 def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
     pool, store = pool_of(first_pages=4)
     other = KVStore(1)
@@ -222,7 +223,7 @@ def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
     other.shape(torch.zeros(1), (2, 2))
     row = pool.open_row(2 * PAGE)
     before, num_resized, tables = (store.stored, other.stored), pool.num_resized, pool.tables
-    made, zeros, torch_zeros = [0], kv_cache._zeros, torch.zeros
+    made, zeros, torch_zeros = [0], np.zeros, torch.zeros
 
     def counted(make):
         def made_or_not(*given, **options):
@@ -234,7 +235,7 @@ def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
         return made_or_not
 
     with monkeypatch.context() as scarce:
-        scarce.setattr(kv_cache, "_zeros", counted(zeros))
+        scarce.setattr(np, "zeros", counted(zeros))
         scarce.setattr(torch, "zeros", counted(torch_zeros))
         try:
             pool.ensure(row, 20 * PAGE)
@@ -245,22 +246,21 @@ def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
     assert (store.stored, other.stored) == before and pool.num_resized == num_resized and pool.tables is tables
     assert len(row.pages) == 2 and pool.num_free == 1
     pool.ensure(row, 20 * PAGE)
-    assert (
-        store.stored[0].shape[1] == store.stored[1].shape[1] == other.stored[0].shape[1] == len(pool._ref_counts) * PAGE
-    )
+    for stored in (*store.stored, *other.stored):
+        assert stored.shape[1] == (1 + pool.num_pages) * PAGE, "and page 0, which is nobody's"
 
 
-def test_what_is_given_back_while_the_pool_grows_is_free_afterwards(monkeypatch):
+def test_pages_freed_while_the_pool_grows_are_free_afterwards(monkeypatch):
     """A collector may end a row in the middle of anything."""
     pool, _ = pool_of(first_pages=4)
     rows = [pool.open_row(PAGE), pool.open_row(PAGE)]
-    zeros = kv_cache._zeros
+    zeros = torch.zeros
 
-    def ending(*given):
+    def ending(*given, **options):
         rows[1:] = []
-        return zeros(*given)
+        return zeros(*given, **options)
 
-    monkeypatch.setattr(kv_cache, "_zeros", ending)
+    monkeypatch.setattr(torch, "zeros", ending)
     pool.ensure(rows[0], 8 * PAGE)
     assert pool.num_pages - pool.num_free == 8
 
@@ -314,7 +314,7 @@ def end_of(news):
             return last
 
 
-def test_a_request_that_is_just_being_preempted_does_not_outlive_the_server(schedule, monkeypatch):
+def test_closing_the_server_also_ends_a_request_that_is_just_being_preempted(schedule, monkeypatch):
     scheduler = schedule(new_engine(policy="off"))
     preempt, leave, closing = Scheduler._preempt, Scheduler._remove, []
 
@@ -323,7 +323,7 @@ def test_a_request_that_is_just_being_preempted_does_not_outlive_the_server(sche
         if jobs and not closing:  # the job is neither waiting nor running
             closing.append(threading.Thread(target=scheduler.close))
             closing[0].start()
-            while not scheduler._closing:
+            while not scheduler.is_closing:
                 time.sleep(0.001)
             with scheduler._changed:
                 pass
@@ -342,19 +342,25 @@ def test_a_request_that_is_just_being_preempted_does_not_outlive_the_server(sche
     assert not closing[0].is_alive()
 
 
-def test_a_small_cache_does_not_keep_trees_from_being_grown(schedule):
-    scheduler = schedule(new_engine(), max_cache_tokens=256)
-    assert scheduler._is_prepared
+def may_grow_trees(scheduler):
+    """Whether the scheduler could be warmed up: until then all requests are decoded plainly."""
+    job, news = ask(scheduler, "abc", max_new_tokens=2)
+    end_of(news)
+    return job.sequences[0].speculates
+
+
+def test_trees_are_grown_with_a_small_cache_too(schedule):
+    assert may_grow_trees(schedule(new_engine(), max_cache_tokens=256))
 
 
 @pytest.mark.parametrize("limit", [{"max_cache_tokens": 256}, {"max_batched_tokens": 512}])
 def test_steps_larger_than_a_text_may_be_are_not_captured_at_the_start(captured, schedule, limit, monkeypatch):
     monkeypatch.setattr(Small, "sizes", (1, 16, 64, 256, 512))
     engine = Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=64), byte_tokenizer(), policy="off")
-    assert schedule(engine, **{"max_cache_tokens": 4096} | limit)._is_prepared
+    assert may_grow_trees(schedule(engine, **{"max_cache_tokens": 4096} | limit))
 
 
-def test_prompts_are_read_in_steps_of_a_size_that_there_is(captured, schedule):
+def test_prompts_are_prefilled_in_steps_of_captured_sizes(captured, schedule):
     scheduler = schedule(new_engine(policy="off"), max_batched_tokens=1024, max_cache_tokens=4096)
     _, news = ask(scheduler, "abcdefg" * 100, max_new_tokens=3)
     assert not isinstance(end_of(news), Failure)
@@ -363,7 +369,7 @@ def test_prompts_are_read_in_steps_of_a_size_that_there_is(captured, schedule):
 # Stop strings
 
 
-def test_a_stream_that_is_looked_at_or_cancelled_has_nothing_behind_a_stop_string():
+def test_the_result_of_a_running_or_cancelled_stream_ends_at_the_stop_string():
     prompt, model = PROMPT, tiny_model(vocab_size=BYTE_VOCAB)
     answer = Engine(model, byte_tokenizer(), policy="off").generate(prompt, max_new_tokens=12).ids
     letters = [byte_tokenizer().decode([token]) for token in answer]
@@ -380,8 +386,3 @@ def test_a_stream_that_is_looked_at_or_cancelled_has_nothing_behind_a_stop_strin
             assert stream.result.text == byte_tokenizer().decode(answer[:place])
             stream.cancel()
     assert engine.target.pool.num_free == engine.target.pool.num_pages
-
-
-def test_where_there_is_no_gpu_nothing_is_told_of_its_memory(graft_tiny):
-    assert "steps" in (told := graft_tiny("generate", "hi", "--stats", "--device", "cpu").err)
-    assert "GPU memory" not in told

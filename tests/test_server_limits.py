@@ -275,7 +275,7 @@ def test_it_is_alive_before_it_is_ready():
 
 def test_what_takes_too_long_when_the_server_stops_is_told_so(errors, monkeypatch):
     """Decoding is held until the server has begun to stop."""
-    monkeypatch.setattr("graft.server.connection._GRACE", PATIENCE)  # clients may be slow here
+    monkeypatch.setattr("graft.server.connection.GRACE", PATIENCE)  # clients may be slow here
     close = Scheduler.close
     body = {"prompt": "abc", "max_tokens": 1000, "logit_bias": A_LETTER, "speculate": False}
     engine = new_engine()

@@ -62,7 +62,7 @@ def says(monkeypatch):
         async def wanted(self, body, thinks):
             return GrammarSpec("grammar", f"start: {rule}\n")
 
-        monkeypatch.setattr(Serving, "_call_grammar", wanted)
+        monkeypatch.setattr(Serving, "grammar_of_calls", wanted)
 
     return say
 

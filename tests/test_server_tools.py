@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -162,30 +161,6 @@ def test_a_value_without_quotes_has_the_type_that_its_schema_names(schema, expec
     function = Function("f", {"properties": {"x": schema}, "$defs": shared})
     text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
     assert read(FORMATS["qwen"].parser([function]), text, 9) == ("", "", [("f", {"x": expected})])
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "piece"),
-    [
-        ("llama3", "", "\n\n"),
-        ("mistral", "", "["),
-        ("mistral", "[TOOL_CALLS]", "word"),
-        ("hermes", '<tool_call>\n{"name": "', "abcd"),
-        ("qwen", "<tool_call>\n<function=f>\n<parameter=a>\n", "word "),
-        ("qwen", "<tool_call>\n<function=f>\n", "<parameter=a>"),
-    ],
-)
-def test_reading_takes_time_by_the_length_of_the_text(name, start, piece):
-    def seconds(count):
-        parser, before = FORMATS[name].parser(FUNCTIONS), time.thread_time()
-        for text in (start, *[piece] * count):
-            parser.feed(text)
-        parser.finish()
-        return time.thread_time() - before
-
-    # Where each piece is read again for each that follows, four times the text takes sixteen times as long.
-    few, many = (min(seconds(count) for _ in range(3)) for count in (1500, 6000))
-    assert many < 9 * few
 
 
 def test_arguments_come_before_the_call_has_ended():

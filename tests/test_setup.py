@@ -1,7 +1,5 @@
 """The choice of the C compiler that builds the package."""
 
-from __future__ import annotations
-
 import runpy
 import sysconfig
 from pathlib import Path
@@ -14,7 +12,7 @@ SETUP = Path(__file__).parents[1] / "setup.py"
 
 
 @pytest.fixture
-def programs(executable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def programs(executable_folder, monkeypatch):
     """A folder that is the whole PATH."""
     monkeypatch.setenv("PATH", str(executable_folder))
     monkeypatch.delenv("CC", raising=False)
@@ -22,25 +20,25 @@ def programs(executable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return executable_folder
 
 
-def put(folder: Path, name: str, status: int) -> None:
+def put(folder, name, status):
     """A compiler that ends with that status."""
     (folder / name).write_text(f"#!/bin/sh\nexit {status}\n")
     (folder / name).chmod(0o755)
 
 
-def choice(monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
+def choice(monkeypatch):
     """The machine's compiler, and what the package index is asked for."""
-    asked: dict = {}
+    asked = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: asked.update(arguments))
     names = runpy.run_path(str(SETUP))
     return names["own_compiler"](), asked["setup_requires"]
 
 
-def test_without_a_compiler_one_comes_from_the_package_index(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_one_comes_from_the_package_index(programs, monkeypatch):
     assert choice(monkeypatch) == (None, ["ziglang>=0.13"])
 
 
-def test_a_compiler_that_makes_no_library_is_passed_over(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_makes_no_library_is_passed_over(programs, monkeypatch):
     put(programs, "usual", 1)
     put(programs, "cc", 1)
     assert choice(monkeypatch) == (None, ["ziglang>=0.13"])
@@ -50,6 +48,6 @@ def test_a_compiler_that_makes_no_library_is_passed_over(programs: Path, monkeyp
     assert choice(monkeypatch) == ("usual -pthread", []), "what Python itself was built with comes first"
 
 
-def test_the_compiler_that_the_user_names_is_taken(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_that_the_user_names_is_taken(programs, monkeypatch):
     monkeypatch.setenv("CC", "mine -O1")
     assert choice(monkeypatch) == ("mine -O1", [])

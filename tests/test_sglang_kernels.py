@@ -107,7 +107,7 @@ HALF = torch.float16
 def test_places_attend_to_the_text_and_to_what_their_mask_shows(
     lengths, num_places, heads, kv_heads, head_dim, dtype, programs, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "_PROGRAMS", programs or kernels._PROGRAMS)
+    monkeypatch.setattr(kernels, "PROGRAMS", programs or kernels.PROGRAMS)
     verify = Verify(lengths, num_places, heads, kv_heads, head_dim, dtype)
     kernels.verify_attention(*verify.on_device(), head_dim**-0.5)
     out = verify.out

@@ -1,8 +1,6 @@
 """A small model as drafter: what it drafts is what it would say, the text is the target's, and what cannot draft is
 refused in one line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
@@ -14,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
-from batches import graphs_of, prefill
-from graft import Engine, GraftError, SamplingSettings
+from batches import counting_tokens, graphs_of, prefilled
+from graft import Engine, GraftError
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
 from graft.model import TargetRunner
@@ -52,17 +50,6 @@ def other():
     return draft
 
 
-def settings_of(max_new_tokens):
-    return SamplingSettings(max_new_tokens=max_new_tokens)
-
-
-def prefilled(engine, *texts):
-    sequences = [s for text in texts for s in engine.new_sequences(text, settings_of(30))]
-    batch = engine.open(sequences)
-    prefill(engine, batch)
-    return batch
-
-
 def drafted(drafter, batch, keep=None, num_passes=4):
     """By row, (token, parent, q) of every node, the root first."""
     roots = batch.roots()
@@ -74,15 +61,15 @@ def drafted(drafter, batch, keep=None, num_passes=4):
     return trees
 
 
+@torch.no_grad()
 def assert_is_what_the_model_says(draft, text, tree):
-    with torch.no_grad():
-        for token, parent, q in tree[1:]:
-            above = []
-            while parent:
-                above.insert(0, tree[parent][0])
-                parent = tree[parent][1]
-            plain = draft(torch.tensor([text + above])).logits[0, -1].softmax(-1)
-            assert q == pytest.approx(float(plain[token]), rel=1e-3)
+    paths, said = [()], {}  # by node its path, and by path what the model says behind it
+    for token, parent, q in tree[1:]:
+        above = paths[parent]
+        if above not in said:
+            said[above] = draft(torch.tensor([[*text, *above]])).logits[0, -1].softmax(-1)
+        assert q == pytest.approx(float(said[above][token]), rel=1e-3)
+        paths.append((*above, token))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -100,8 +87,8 @@ def test_every_drafted_node_has_the_probability_that_the_model_gives_it(model, n
             assert_is_what_the_model_says(draft, sequence.ids, tree)
 
 
-@pytest.mark.parametrize("policy", ["dense", "prune", "paper", "block", "graft"])
-def test_the_text_is_that_of_plain_decoding_under_every_policy(model, other, policy):
+@pytest.mark.parametrize("policy", ["dense", "block", "graft"])
+def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(model, other, policy):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     target = TargetRunner(model)
     for options in ({}, SAMPLED):
@@ -113,28 +100,14 @@ def test_the_text_is_that_of_plain_decoding_under_every_policy(model, other, pol
         assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
 
 
-def test_a_model_of_another_architecture_drafts_too(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model("qwen2", seed=2), VOCAB, TREE))
-    for options in ({}, SAMPLED):
-        plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12, **options)
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain.ids
-
-
 def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     """And it runs no token twice: of a round it reads, before the next root, the last drafted token alone."""
-    drafter = SmallModelDrafter(tiny_model(), VOCAB, CHAIN)
-    engine = Engine(model, policy="dense", drafter=drafter)
+    same = tiny_model()
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(same, VOCAB, CHAIN))
     batch = prefilled(engine, *PROMPTS)
-    sizes, runner = [], batch.draft.runner
-    run = runner._run
-
-    def count_tokens(step, num_already_run):
-        sizes.append(step.num_tokens - num_already_run * len(step.rows))
-        return run(step, num_already_run)
-
-    runner._run = count_tokens
-    for _ in range(4):
-        engine.run_round(batch, Clock())
+    with counting_tokens(same) as sizes:
+        for _ in range(4):
+            engine.run_round(batch, Clock())
     rows = len(PROMPTS)
     assert [len(sequence.new_ids) for sequence in batch.sequences] == [4 * (CHAIN.depth + 2)] * rows
     assert sizes == [rows] * 4 + [2 * rows, rows, rows, rows] * 3
@@ -148,7 +121,7 @@ def test_the_same_model_may_be_target_and_drafter(model):
     assert answer.stats.mean_accepted == CHAIN.depth + 2
 
 
-def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_root(model, other):
+def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joins(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     dense = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(dense, PROMPT)
@@ -165,7 +138,7 @@ def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_roo
     assert_is_what_the_model_says(other, batch.sequences[0].ids, drafted(drafter, batch)[0])
 
 
-def test_much_that_waits_is_read_without_a_draft(model, other, monkeypatch):
+def test_many_pending_tokens_are_read_without_drafting(model, other, monkeypatch):
     monkeypatch.setattr(small_model, "MAX_PENDING", 3)
     engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
     batch = prefilled(engine, PROMPT)
@@ -236,7 +209,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     assert backs
 
 
-def test_its_keys_and_values_count_as_memory(model):
+def test_the_draft_models_kv_cache_counts_as_memory(model):
     drafter = SmallModelDrafter(tiny_model(num_hidden_layers=2), VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.generate(PROMPT, max_new_tokens=2)
@@ -245,7 +218,7 @@ def test_its_keys_and_values_count_as_memory(model):
     assert drafter.num_slots == 1 + TREE.depth * TREE.topk
 
 
-def test_a_pool_that_nobody_uses_any_more_is_freed_with_the_runner_over_it(model, other):
+def test_an_unused_pool_is_freed_with_its_runners(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.generate(PROMPT, max_new_tokens=2)
@@ -332,7 +305,7 @@ def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])  # with a packaged head, and without
 def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model, name):
     named = []
-    monkeypatch.setattr(registry, "_load_small_model", lambda name, *rest: named.append(name))
+    monkeypatch.setattr(registry, "load_small_model", lambda name, *rest: named.append(name))
     load_drafter(name, model)
     assert named == [name]
 
@@ -362,8 +335,6 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
     assert Path(out, "results.json").is_file()
     record = ("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"))
     assert graft(*record, *names).status == 0
-    check = graft("check", "--data", str(data), "--max-new-tokens", "6", *names, "--policy", "dense")
-    assert check.status == 0 and "0 differ" in check.out
 
 
 # CUDA graphs

@@ -15,9 +15,9 @@ from graft.train.eagle3 import (
     Eagle3Objective,
     Eagle3Settings,
     PaddedBatches,
-    _unrolled_attention,
     draft_vocabulary,
     start_from_target,
+    unrolled_attention,
     unrolled_losses,
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
@@ -137,7 +137,7 @@ def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(m
 def test_the_first_step_of_the_unroll_is_plain_causal_attention():
     q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(_unrolled_attention(q, [k], [v]), expected)
+    torch.testing.assert_close(unrolled_attention(q, [k], [v]), expected)
 
 
 def test_a_head_learns(model, answers, tmp_path):

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import graft
 from graft import loading
+from graft.integrations import transformers as decoding
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model, tiny_multimodal
 
 PROMPT = torch.tensor([[3, 17, 42, 9, 9, 30, 5]])
@@ -251,28 +252,37 @@ def test_a_model_that_was_resized_is_decoded_anew():
     assert torch.equal(result, model.generate(torch.tensor([[3, 65, 66]]), **options))
 
 
-def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():
-    model = tiny_model(vocab_size=BYTE_VOCAB)
-    ids = torch.tensor([byte_tokenizer().encode("graft")])
-    model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
-    (engine,) = model._graft_engines.engines.values()
-    model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
-    assert list(model._graft_engines.engines.values()) == [engine]
-    assert copy.deepcopy(model)._graft_engines.engines == {}
-    assert pickle.loads(pickle.dumps(model._graft_engines)).engines == {}
+@pytest.fixture
+def loaded(monkeypatch):
+    """The tokenizer of every engine that is made."""
+    tokenizers, load = [], decoding.load
+
+    def load_and_tell(model, **options):
+        tokenizers.append(options["tokenizer"])
+        return load(model, **options)
+
+    monkeypatch.setattr(decoding, "load", load_and_tell)
+    return tokenizers
+
+
+def test_a_model_keeps_its_engine_and_can_still_be_copied_pickled_and_freed(loaded):
+    model = tiny_model()
+    for same, num_loaded in ((model, 1), (model, 1), (copy.deepcopy(model), 2), (pickle.loads(pickle.dumps(model)), 3)):
+        same.generate(PROMPT, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
+        assert len(loaded) == num_loaded
     gone = weakref.ref(model)
-    del model, engine
+    del model, same
     gc.collect()
     assert gone() is None
 
 
-def test_another_tokenizer_has_an_engine_of_its_own():
+def test_another_tokenizer_has_an_engine_of_its_own(loaded):
     model, tokenizers = tiny_model(vocab_size=BYTE_VOCAB), [byte_tokenizer(), byte_tokenizer()]
     ids = torch.tensor([tokenizers[0].encode("graft")])
     for tokenizer in (*tokenizers, *tokenizers):
         options = {"text_tokenizer": tokenizer, "max_new_tokens": 4, "do_sample": False}
         model.generate(ids, custom_generate=graft.decode, **options)
-    assert [engine.tokenizer for engine in model._graft_engines.engines.values()] == tokenizers
+    assert loaded == tokenizers
 
 
 def test_a_model_whose_weights_change_between_calls_gives_generates_text():

@@ -65,13 +65,6 @@ def test_lists_say_what_the_tensors_say():
     assert tree.source_lists == tree.sources.tolist()
 
 
-@given(trees())
-def test_nodes_are_counted_by_source(tree):
-    for sources, counts in zip(tree.sources.tolist(), tree.counts_by_source, strict=True):
-        assert counts == [sources.count(source) for source in range(len(counts))]
-        assert sum(counts) == len(sources) - sources.count(PADDING)
-
-
 def test_chains_on_a_device_share_nothing():
     """Others may have gone while a CUDA graph still reads them."""
     first, second = (DraftTree.chain(torch.zeros(1, 3, dtype=torch.int64, device="meta")) for _ in range(2))

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -90,6 +91,13 @@ UNUSUAL_ARCHITECTURES: dict[str, dict[str, object]] = {
     "stablelm": {},
     "granitemoehybrid": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+
+
+def target_config(**changes: object) -> LlamaConfig:
+    """The config of a small Llama, for heads that are made without their target."""
+    layers = {"num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 2}
+    usual = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, **layers}
+    return LlamaConfig(architectures=["LlamaForCausalLM"], **usual | changes)
 
 
 def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:

@@ -150,7 +150,7 @@ def bench(
     head_name = _head_name(heads.get("draft", "auto"), model_name)
     drafter = load_drafter(head_name, engine.target.model, None, engine.tokenizer) if head_name else None
     if shape is not None:
-        engine, drafter = _widened(engine, drafter, shape)
+        engine, drafter = widened_engine(engine, drafter, shape)
 
     def asked(task: Task) -> list[Question]:
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
@@ -197,7 +197,7 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def _widened(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[Engine, AnyDrafter | None]:
+def widened_engine(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[Engine, AnyDrafter | None]:
     """The engine and its drafter at the cost of a larger model, with the same text and drafts."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine

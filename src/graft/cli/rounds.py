@@ -18,7 +18,7 @@ from graft.request.round_trace import MODEL, RoundRecord
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _COLOR_SYSTEM = ColorSystem.STANDARD  # the 16 colours that every colour terminal has
-_MAX_NODES = 24  # nodes drawn per tree, besides accepted ones
+MAX_NODES = 24  # nodes drawn per tree, besides accepted ones
 _MAX_PRUNED = 8  # pruned proposals drawn per tree
 
 
@@ -80,7 +80,7 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
     if record.knew_noise:
         outcome += ", guessed with the random numbers that the sampler was about to use"
     tree = Tree(Text.assemble((title, "bold"), f" after {spell(record.tokens[0])}: {outcome}"), guide_style="dim")
-    shown = likeliest(record, _MAX_NODES) | accepted
+    shown = likeliest(record, MAX_NODES) | accepted
     branches = {0: tree}
     for node in sorted(shown | _pruned_below(record, shown | {0})):
         word, style, end = spell(record.tokens[node]), colours[record.sources[node]], ""

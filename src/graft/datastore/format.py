@@ -91,7 +91,7 @@ def record(path: Path) -> Part:
 
 def write_header(folder: Path, header: Header) -> None:
     content = {"format": _FORMAT, "version": _VERSION, "byteorder": sys.byteorder, **asdict(header)}
-    content["checksum"] = _checksum(content)
+    content["checksum"] = checksum_of(content)
     (folder / HEADER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def read_header(folder: Path) -> Header:
         raise DatastoreError(
             f"{path} has format version {named[1]}, but this Graft reads {_VERSION}: build the index again"
         )
-    if checksum != _checksum(dict(zip(("format", "version", "byteorder"), named, strict=True)) | content):
+    if checksum != checksum_of(dict(zip(("format", "version", "byteorder"), named, strict=True)) | content):
         raise damaged(path, "has been changed (its checksum differs)")
     if named[2] != sys.byteorder:
         raise DatastoreError(f"{path} was built on a {named[2]}-endian machine: build the index again on this one")
@@ -139,7 +139,7 @@ def damaged(path: Path, state: str) -> DatastoreError:
     return DatastoreError(f"{path} {state}: build the index again with `graft index build --force`")
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

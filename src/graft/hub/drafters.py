@@ -119,10 +119,7 @@ def load_drafter(
     is_whole_model = source == draft and (draft in PACKAGED_MODELS or is_gguf(draft))
     kind = "model" if is_whole_model else kind_of(folder_of(source, ("config.json",)))
     if kind == "model":
-        from graft.hub.load import load_model
-
-        own, own_tokenizer = load_model(draft, device=str(model.device), dtype=model.dtype)
-        return _small_model_drafter(draft, own, own_tokenizer, model, tokenizer, tree)
+        return load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -136,6 +133,15 @@ def load_drafter(
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)
+
+
+def load_small_model(
+    name: str, target: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None
+) -> SmallModelDrafter:
+    from graft.hub.load import load_model
+
+    model, own_tokenizer = load_model(name, device=str(target.device), dtype=target.dtype)
+    return _small_model_drafter(name, model, own_tokenizer, target, tokenizer, tree)
 
 
 def _small_model_drafter(

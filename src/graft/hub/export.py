@@ -103,8 +103,8 @@ def export_head(
     `benchmarks/batched_serving.py --out`.
     """
     require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
-    tables = [_accepted_table(_read_json(path), path) for path in results]
-    tables += [_load_table(_read_json(path), path) for path in load]
+    tables = [accepted_table(read_json(path), path) for path in results]
+    tables += [load_table(read_json(path), path) for path in load]
     source = folder_of(head)
     kind = kind_of(source)
     require(kind != "model", f"{head} is a whole model, not a head: any engine takes it as it is")
@@ -156,7 +156,7 @@ def _training_text(card: Path) -> str:
     return "" if text.startswith("---") else text.partition("\n")[2].strip()
 
 
-def _accepted_table(facts: Any, path: Path) -> str:
+def accepted_table(facts: Any, path: Path) -> str:
     """Mean accepted length and speed by task, from a file that `graft bench --out` wrote."""
     with _format_errors(path, "graft bench"):
         runs = [run for run in [*facts["runs"], *facts["averages"]] if run["method"] != "off"]
@@ -171,7 +171,7 @@ def _accepted_table(facts: Any, path: Path) -> str:
     return "\n\n".join([title, "\n".join([head, *rows])])
 
 
-def _load_table(facts: Any, path: Path) -> str:
+def load_table(facts: Any, path: Path) -> str:
     """Tokens per second by concurrency, from a file that `benchmarks/batched_serving.py --out` wrote."""
     with _format_errors(path, "benchmarks/batched_serving.py"):
         rows = [
@@ -190,7 +190,7 @@ def _format_errors(path: Path, writer: str) -> Iterator[None]:
         raise GraftError(f"{path} is not what {writer} --out writes: {reason}") from error
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

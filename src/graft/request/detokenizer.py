@@ -26,7 +26,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self.kept = kept
         self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: those that the tokenizer itself drops
-        self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
+        self._decode_short = decoded_before if isinstance(tokenizer, Hashable) else _decoded
         self._ids = self._context(prompt)
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is known
         self._whole_after = 0  # do not decode all held ids again before there are so many
@@ -150,7 +150,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], skips_special: bool) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False))
 
 
-_decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # the same one or two tokens come often
+decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # the same one or two tokens come often
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

@@ -62,7 +62,7 @@ class ChatTemplate:
         roles = [message["role"] for message in given]
         if not self.renders_tools:
             try:
-                given, listed = _without_tools(given, listed), []
+                given, listed = without_tools(given, listed), []
             except RecursionError:
                 raise RefusedError(400, "the tools are nested too deeply", "tools") from None
         text = self._render(given, listed, options)
@@ -114,7 +114,7 @@ def with_names(messages: list[Json]) -> list[Json]:
     return messages
 
 
-def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
+def without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
     """Messages for a template without tools: tools, calls and results become text."""
     said: list[Json] = []
     for message in messages:

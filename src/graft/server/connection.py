@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from graft.server.refusals import error_body, new_request_id
 
-_GRACE = 3.0  # seconds that clients have to read the last events when the server stops
+GRACE = 3.0  # seconds that clients have to read the last events when the server stops
 
 
 class TimedProtocol(H11Protocol):
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _close(self) -> None:
         await asyncio.to_thread(self._drain, self._seconds)
-        end = time.monotonic() + _GRACE
+        end = time.monotonic() + GRACE
         while self.server_state.tasks and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):  # the clients do not read

@@ -149,7 +149,7 @@ class Serving:
         arrived = time.monotonic()
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
-        spec = await self._call_grammar(body, thinks) or body.grammar_spec
+        spec = await self.grammar_of_calls(body, thinks) or body.grammar_spec
         make = partial(
             kind,
             self.model_name,
@@ -161,7 +161,7 @@ class Serving:
         kept = self.template.kept_ids(bool(body.callable), thinks)
         return await self.answer(body, [prompt], request, spec, make, arrived, kept)
 
-    async def _call_grammar(self, body: ChatRequest, thinks: Thinks | None) -> GrammarSpec | None:
+    async def grammar_of_calls(self, body: ChatRequest, thinks: Thinks | None) -> GrammarSpec | None:
         """The grammar of an answer with tool calls, if one is needed: for forced, strict or single calls."""
         tools = body.callable
         if not tools or not (body.constrains_calls or body.response_schema is not None):

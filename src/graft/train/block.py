@@ -122,14 +122,14 @@ class BlockObjective:
         self.head, self._model, self._settings = head, model, settings
         held_back, training = split_by_prompt(answers, settings.held_back)
         self._held_back = PackedBatches(held_back, settings, settings.anchors)
-        self._training = PackedBatches(training, settings, settings.anchors)
+        self.training_batches = PackedBatches(training, settings, settings.anchors)
         # Only the lowest temperature, because the accepted length depends on it and runs should be comparable.
         coolest = min(answer.temperature for answer in held_back)
         self._simulated = spread([a for a in held_back if a.temperature == coolest], settings.simulated)
         self._device = head.fc.weight.device
 
     def backward(self, step: int) -> dict[str, Tensor]:
-        batch = self._training.at(step).to(self._device)
+        batch = self.training_batches.at(step).to(self._device)
         return block_backward(self.head, self._model, batch, self._settings)
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
     def mask(causal: bool, window: int | None) -> Any:
         seen = seen_by_blocks(config.block_size, causal, window, batch)
         if flex:
-            _, make = _flex_functions(compiled=device.type == "cuda")
+            _, make = flex_functions(compiled=device.type == "cuda")
             return make(seen, rows, None, num_queries, num_keys, device=device)
         row = torch.arange(rows, device=device)[:, None, None]
         query = torch.arange(num_queries, device=device)[:, None]
@@ -240,7 +240,7 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
         shown = mask(config.causal[layer], config.windows[layer])
         if not flex:
             return attend(query, keys, values, shown)
-        run, _ = _flex_functions(compiled=device.type == "cuda")
+        run, _ = flex_functions(compiled=device.type == "cuda")
         out: Tensor = run(query, keys, values, block_mask=shown, enable_gqa=True)
         return out
 
@@ -248,7 +248,7 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
 
 
 @functools.cache
-def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -339,13 +339,13 @@ def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings:
             count("slots", there)
             for name in _shares(head, settings):
                 logits = _logits(head, chunk, name)
-                rank = _ranks(logits, chunk.labels)
+                rank = ranks(logits, chunk.labels)
                 for hit in HITS:
                     count(f"{name}_hit{hit}", there & (rank < hit))
     return counts
 
 
-def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
+def ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """Ranks [...] from 0 of labels [...] among logits [..., vocab]. Ties, frequent in bf16, go to the lower id."""
     own = logits.gather(-1, labels[..., None])
     is_before = torch.arange(logits.shape[-1], device=logits.device) < labels[..., None]

@@ -133,13 +133,13 @@ class DepthPrunedObjective:
         self.head, self._target, self._settings = head, target, settings
         self._device = target.device
         held_back, training = split_by_prompt(answers, settings.held_back)
-        self._training = PackedBatches(training, settings, settings.max_tokens)
+        self.training_batches = PackedBatches(training, settings, settings.max_tokens)
         others = PackedBatches(held_back, settings, settings.max_tokens)
         batches = [others.at(step).to(self._device) for step in range(min(_EVAL_BATCHES, len(others)))]
         self._held_back = ReferenceText(target, batches, settings)
 
     def backward(self, step: int) -> dict[str, Tensor]:
-        batch = self._training.at(step).to(self._device)
+        batch = self.training_batches.at(step).to(self._device)
         model = self.head.model
         with evaluating(self.head), autocast(self._device, self._settings):
             wanted = _final_states(self._target, batch)

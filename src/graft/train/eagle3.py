@@ -132,7 +132,7 @@ def unrolled_losses(
         query, key, value = head.qkv(embeddings, hidden, positions)
         keys.append(key)
         values.append(value)
-        output = head.finish(_unrolled_attention(query, keys, values), hidden)
+        output = head.finish(unrolled_attention(query, keys, values), hidden)
         logits = head.logits(_taken(output, scored)).float()
         losses.append(-(wanted * logits.log_softmax(dim=-1)).sum(dim=-1).mean())
         rights.append((head.to_target(logits.argmax(dim=-1)) == truth).float().mean())
@@ -145,7 +145,7 @@ def _taken(values: Tensor, index: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index)
 
 
-def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of unroll step s = len(keys) - 1: position i sees true entries up to i - s, then one per later step.
 
     query [B, heads, E, D]; keys, values by step, [B, kv_heads, E, D].
@@ -187,13 +187,13 @@ class Eagle3Objective:
     ) -> None:
         self.head, self._model, self._settings = head, model, settings
         held_back, training = split_by_prompt(answers, settings.held_back)
-        self._held_back, self._training = PaddedBatches(held_back, settings), PaddedBatches(training, settings)
+        self._held_back, self.training_batches = PaddedBatches(held_back, settings), PaddedBatches(training, settings)
         self._device = head.fc.weight.device
         weights = torch.tensor([settings.step_weight**s for s in range(settings.unroll)], device=self._device)
         self._weights = weights / weights.sum()
 
     def backward(self, step: int) -> dict[str, Tensor | float]:
-        tokens, losses, rights = self._losses(self._training, step)
+        tokens, losses, rights = self._losses(self.training_batches, step)
         loss = (losses * self._weights).sum()
         loss.backward()
         facts: dict[str, Tensor | float] = {"loss": loss.detach(), "tokens": tokens.numel()}

@@ -128,7 +128,7 @@ def find_removal_order(
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     facts = {"layers": num_layers, **facts}
-    order = _read_order(path, facts) or RemovalOrder(num_layers, costs=[-math.inf] * num_layers)
+    order = read_order(path, facts) or RemovalOrder(num_layers, costs=[-math.inf] * num_layers)
     subset = LayerSubset(model)
     check_layers(subset.keep(range(1, num_layers)))  # moves every layer, to fail before hours of measuring
     while len(kept := order.kept(count)) > count:
@@ -148,7 +148,7 @@ def find_removal_order(
     return order
 
 
-def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
+def read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
     if not path.exists():
         return None
     try:

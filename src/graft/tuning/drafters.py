@@ -87,7 +87,7 @@ def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[l
 
 def remember(about: About, result: Measured) -> None:
     """Store a result, which replaces an earlier one of the same drafter."""
-    path = _path(about)
+    path = results_path(about)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # another process may store a result of its own
         known = {each.draft: each for each in known_results(about)} | {result.draft: result}
@@ -97,7 +97,7 @@ def remember(about: About, result: Measured) -> None:
 
 def known_results(about: About) -> list[Measured]:
     """Stored results for this model on this machine, the fastest first."""
-    path = _path(about)
+    path = results_path(about)
     if not path.exists():
         return []
     try:
@@ -153,5 +153,5 @@ def _read(facts: dict[str, Any]) -> Measured:
     return replace(result, speed=speed)
 
 
-def _path(about: About) -> Path:
+def results_path(about: About) -> Path:
     return graft_home() / "drafters" / f"{about.model}-{machine_digest(about)}.json"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graft.engine import Engine
 
 FORMAT = "graft-profile-1"
-_HEADS = Path(__file__).parents[1] / "heads"
+HEADS = Path(__file__).parents[1] / "heads"
 _ANEW = "make one with graft tune"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _NUM_WEIGHTS = 8  # of each tensor, in a fingerprint
@@ -182,7 +182,7 @@ def _is_general(key: str) -> bool:
 def _candidates() -> list[Path]:
     """The user's own profiles, newest first, then those that come with heads."""
     own = sorted(_folder().glob("*.safetensors"), key=lambda path: -path.stat().st_mtime)
-    return own + sorted(_HEADS.glob("*/profile*.safetensors"))
+    return own + sorted(HEADS.glob("*/profile*.safetensors"))
 
 
 def _folder() -> Path:

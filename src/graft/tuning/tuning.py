@@ -17,7 +17,7 @@ from graft.spec_decode.proposers.factory import with_tree
 from graft.tuning.profile import About, Profile
 
 _PORTABLE = ("calibration/", "prospect/", "adjacency/")
-_MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
+MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
 
 Progress = Callable[[Report], None]
 
@@ -59,7 +59,7 @@ def _measured(engine: Engine) -> dict[str, Tensor]:
 def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
     """The state with the adjacency rows of the most frequent tokens alone. counts: by token."""
     rows = state["adjacency/rows"].cpu()
-    kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
+    kept = counts[rows].argsort(descending=True, stable=True)[:MAX_ROWS].sort().values
     fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
     return state | fields
 

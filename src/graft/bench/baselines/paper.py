@@ -22,8 +22,8 @@ from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.successor_table import SuccessorTables, adjacency_table
 from graft.tree.candidates import Candidates
 
-_KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped drafting
-_WIDTHS = (
+KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped drafting
+WIDTHS = (
     (8, 10, 8, 6, 5, 4, 4, 4, 3),
     (6, 7, 5, 4, 4, 3, 3, 2, 2),
     (4, 3, 3, 2, 2, 2, 2, 1, 1),
@@ -88,10 +88,9 @@ class Paper(Policy):
         self.retrievers = [self._matrix]
         self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET
-        self._kept = [round(kept * self._budget / 60) for kept in _KEPT]
+        self._kept = [round(kept * self._budget / 60) for kept in KEPT]
         self._templates = [
-            make_template(scaled(widths, self._budget - kept))
-            for widths, kept in zip(_WIDTHS, self._kept, strict=False)
+            make_template(scaled(widths, self._budget - kept)) for widths, kept in zip(WIDTHS, self._kept, strict=False)
         ]
         self._templates.append(NOTHING)
         self.gates = Gates()

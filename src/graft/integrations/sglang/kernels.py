@@ -13,7 +13,7 @@ _KEYS = tl.constexpr(64)  # most keys of a block
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times query heads per key head
 _LEAST_SPLIT = 128  # least keys before the tree that one program reads
 _MOST_SPLITS = 16
-_PROGRAMS = 528  # enough to keep a large GPU busy
+PROGRAMS = 528  # enough to keep a large GPU busy
 _LOG2_E = 1.4426950408889634
 
 
@@ -44,7 +44,7 @@ def verify_attention(
     group, batch = heads // kv_heads, len(key_starts) - 1
     rows = min(max(triton.next_power_of_2(num_places * group), _LEAST_ROWS), _MOST_ROWS)
     tiles = triton.cdiv(num_places * group, rows)
-    splits = min(max(_PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
+    splits = min(max(PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
     splits = 1 << (splits.bit_length() - 1)  # a kernel is compiled for each number, so there are few
     sums = out if splits == 1 else out.new_empty(len(query) * heads * splits * head_dim, dtype=torch.float32)
     states = out if splits == 1 else out.new_empty(2, len(query) * heads * splits, dtype=torch.float32)
