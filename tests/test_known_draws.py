@@ -13,6 +13,7 @@ from rich.console import Console
 from scipy.stats import chisquare
 
 import block_heads
+import graft
 import graft.tree.candidates as candidates_module
 import heads
 from batches import prefill
@@ -370,3 +371,23 @@ def test_a_round_says_that_the_tree_knew_the_random_numbers():
             assert (
                 "guessed with the random numbers that the sampler was about to use" in console.export_text()
             ) == knew
+
+
+def test_decode_foresees_the_draws_of_torchs_own_generator():
+    """The draft model is the target, so it guesses every draw whose noise it knows."""
+    model, ids = tiny_model(), torch.tensor([PROMPT, PROMPT[::-1]])
+    options = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.4, "eos_token_id": None}
+    options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    torch.manual_seed(5)
+    expected, next_draw = model.generate(ids, **options), torch.rand(1)
+    given = {"custom_generate": graft.decode, "draft": model, "profile": None, "return_dict_in_generate": True}
+    rounds = {}
+    for policy, noise in (("dense", "torch"), ("dense-with-noise", "torch"), ("dense-with-noise", "keyed")):
+        torch.manual_seed(5)
+        result = model.generate(ids, **given, policy=policy, budget=60, noise=noise, **options)
+        rounds[policy, noise] = sum(stats.rounds for stats in result.stats)
+        if noise == "torch":
+            assert torch.equal(result.sequences, expected)
+            assert torch.equal(torch.rand(1), next_draw)
+    unknown = rounds.pop(("dense", "torch"))
+    assert all(known < 0.6 * unknown for known in rounds.values()), (unknown, rounds)
