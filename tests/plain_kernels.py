@@ -190,9 +190,16 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    values, tokens = logits.float().sort(dim=1, descending=True, stable=True)
-    return tokens[:, :k].int(), values[:, :k], logits.float().logsumexp(dim=1)
+def highest(
+    logits: Tensor, k: int, noise: Tensor | None = None, temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.float()
+    if noise is not None and temperatures is not None:
+        each = len(logits) // len(noise)
+        warm = torch.where(temperatures > 0, temperatures, 1.0)[: len(noise), None]
+        logits = logits / warm.repeat_interleave(each, dim=0) + noise.repeat_interleave(each, dim=0)
+    values, tokens = logits.sort(dim=1, descending=True, stable=True)
+    return tokens[:, :k].int(), values[:, :k], logits.logsumexp(dim=1)
 
 
 def draw(

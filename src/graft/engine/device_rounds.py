@@ -26,6 +26,7 @@ from graft.model.captures import Event, Run, context_for, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
+from graft.model.noise import NUM_KINDS, RowDraws
 from graft.model.runner import outputs_of
 from graft.model.sampler import SamplingSettings
 from graft.model.step import FlatStep, Part
@@ -42,6 +43,7 @@ from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, padded
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
+from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.device.tables import Tables
 from graft.tree.tree import PADDING, DraftTree
@@ -112,9 +114,8 @@ class DeviceRounds:
                 budget.fixed,
             )
             num_buckets = grafter.calibration.acceptance_probs.shape[2]
-            self._sources = Sources(
-                len(grafter.sources), num_buckets, numbers.get("drafted"), numbers["suffix"], numbers["trigram"]
-            )
+            used = (numbers.get("drafted"), numbers["suffix"], numbers["trigram"])
+            self._sources = Sources(len(grafter.sources), num_buckets, NUM_KINDS, *used)
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
@@ -212,10 +213,9 @@ class DeviceRounds:
     ) -> tuple[Run, Run]:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
-        propose, propose_key = (
-            partial(self._propose, round, buffers, shape, context, num_passes),
-            ("propose", num_passes, *key),
-        )
+        draws = choice is not Choice.GREEDY
+        propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
+        propose_key = ("propose", num_passes, draws, *key)
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
         finish_key = ("finish", choice, learns, *key)
         if not target.has_captured(finish_key):
@@ -381,12 +381,15 @@ class DeviceRounds:
         count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
         most = min(shape.cap, fixed) if fixed is not None else shape.cap
         settings = [sequence.settings for sequence in sequences]
+        draws = [RowDraws(own.seed or 0, 0, own.temperature) for own in settings]
         by_row = {
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
             "owners": [self._owner(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
+            "kinds": [own.kind for own in draws],
+            "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
             "top_k": [own.top_k for own in settings],
@@ -394,7 +397,7 @@ class DeviceRounds:
             "min_p": [own.min_p for own in settings],
         }
         for name, values in by_row.items():
-            inputs[name][:count] = values
+            inputs[name][:count] = values if count else 0
             inputs[name][count:] = -1 if name == "caps" else 0
         inputs["total"][0] = max(shape.tokens - count, 0)
         inputs["drafts"][0] = plan.max_passes > 0
@@ -414,14 +417,21 @@ class DeviceRounds:
 
     @torch.no_grad()
     def _propose(
-        self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, context: int, num_passes: int
+        self,
+        round: DeviceRound,
+        buffers: StepBuffers,
+        shape: RoundShape,
+        context: int,
+        num_passes: int,
+        has_draws: bool,
     ) -> None:
         drafter, draft = self._drafter, None
         if drafter is not None and num_passes:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
-            rows = (table_rows, lengths)
-            draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, context, round.made)
+            draws = (round.inputs["seeds"], round.inputs["temperatures"]) if has_draws else None
+            rows = (table_rows, lengths, context)
+            draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, round.made, draws)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 
     @torch.no_grad()
@@ -654,6 +664,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
+                kinds=[RowDraws(0, 0, sequence.settings.temperature).kind for sequence in flight.sequences],
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from graft.model.noise import NUM_KINDS
 from graft.spec_decode.budget import PassGains
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
@@ -50,6 +51,7 @@ class Outcome:
     needs: np.ndarray  # [rows, most nodes + 1] draft passes that each verified node needed, from the root
     reaches: Sequence[float]  # by pass that was made, and by the next
     num_passes: int
+    kinds: Sequence[int]  # by row, see `RowDraws.kind`
     tried: np.ndarray
     fitted: np.ndarray
     propose_seconds: float  # 0 if unknown
@@ -194,7 +196,8 @@ class Controller:
         self.calibration.add(outcome.tried, outcome.fitted)
         self._usual_passes += WEIGHT * (outcome.num_passes - self._usual_passes)
         ratios = np.array(self.path_calibration.ratios)
-        powers = np.clip(-np.frexp(outcome.paths)[1], 0, len(ratios) - 1)
+        num_powers = len(ratios) // NUM_KINDS
+        powers = np.clip(-np.frexp(outcome.paths)[1], 0, num_powers - 1) + num_powers * np.array(outcome.kinds)[:, None]
         expected = np.where(outcome.paths > 0, outcome.paths * ratios[powers], 0.0)
         self._learn_gains(num_rows, expected)
         self._learn_passes(outcome, expected)
@@ -225,7 +228,7 @@ class Controller:
         self._accepted += sum(map(len, outcome.nodes)) - WEIGHT * self._accepted
         verified = np.where(is_verified, outcome.paths, 0.0)[:, : int(outcome.num_nodes.max())]
         paths = np.concatenate([np.ones((len(verified), 1), verified.dtype), verified], axis=1)
-        self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes)
+        self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes, outcome.kinds)
 
 
 # Mean numbers of nodes of a row for which gains are kept.

@@ -18,10 +18,13 @@ _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
 
 
-def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def highest(
+    logits: Tensor, k: int, noise: Tensor | None = None, temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32, and the logsumexp [R].
 
-    V must be at least k.
+    V must be at least k. noise [S, V] and temperatures [S], where R is a multiple of S: instead of the logits count
+    logits / T + noise; temperature 0 counts as 1.
     """
     num_rows, vocab_size = logits.shape
     num_chunks, kept = triton.cdiv(vocab_size, _CHUNK), triton.next_power_of_2(k)
@@ -35,6 +38,9 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         logits.stride(0),
         *(found, values, *sums),
         vocab_size,
+        noise,
+        temperatures,
+        num_rows // len(noise) if noise is not None else 1,
         K=k,
         KEPT=kept,
         CHUNK=_CHUNK,
@@ -93,6 +99,9 @@ def _chunk_topk_kernel(
     maxima: tl.tensor,
     totals: tl.tensor,
     vocab_size: int,
+    noise: tl.tensor | None,
+    temperatures: tl.tensor | None,
+    group: int,
     K: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -105,6 +114,10 @@ def _chunk_topk_kernel(
     place = row * tl.num_programs(1) + chunk
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    if noise is not None:
+        temperature = tl.load(temperatures + row // group)
+        x = x / tl.where(temperature > 0, temperature, 1.0)
+        x += tl.load(noise + (row // group).to(tl.int64) * vocab_size + tokens, mask=tokens < vocab_size, other=0.0)
     greatest = tl.max(x, axis=0)
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     tl.store(maxima + place, greatest)

@@ -155,12 +155,14 @@ class DrafterOnDevice(Drafter, Protocol):
         lengths: Tensor,
         context: int,
         made: Tensor,
+        draws: tuple[Tensor, Tensor] | None,
         add_level: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
         """Run the passes within a graph, each only if its flag in `made` is set when it runs.
 
-        table_rows, lengths: [R] rows of the block tables, and the entries of each. add_level: takes a pass's number,
-        and tokens, parents and probabilities of its nodes; it sets the flag of the next pass.
+        table_rows, lengths: [R] rows of the block tables, and the entries of each. draws: [R] seeds and temperatures
+        of the rows' coming draws, if drafts may know them. add_level: takes a pass's number, and tokens, parents and
+        probabilities of its nodes; it sets the flag of the next pass.
         """
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NO_TOKEN, Pool, PoolShape, key_of, path_of, prob_of
+from graft.tree.device.noise import copied_bucket
+from graft.tree.device.pool import ALONE, NO_TOKEN, Draws, Pool, PoolShape, key_of, path_of, prob_of, probs_of_kind
 
 MAX_OCCURRENCES = 12  # of a pair of tokens, the latest, that are compared
 MAX_MATCH = 24  # tokens that are compared
@@ -150,6 +151,7 @@ def attach(
     acceptance_probs: Tensor,
     factors: Tensor,
     max_depths: Tensor,
+    draws: Draws,
     source: int,
     first: int,
 ) -> None:
@@ -180,6 +182,8 @@ def attach(
         acceptance_probs,
         factors,
         max_depths,
+        draws.kinds,
+        draws.seeds,
         source,
         *acceptance_probs.shape[1:],
         pool.capacity,
@@ -195,6 +199,7 @@ def attach(
         OWN_BLOCKS=triton.next_power_of_2(own.counts.shape[2]),
         PAST_BLOCKS=triton.next_power_of_2(past.counts.shape[2]),
         num_warps=1,
+        enable_fp_fusion=False,  # the same bits as the C code
     )
 
 
@@ -426,6 +431,8 @@ def _attach_kernel(
     acceptance_probs: tl.tensor,
     factors: tl.tensor,
     max_depths: tl.tensor,
+    kinds: tl.tensor,
+    seeds: tl.tensor,
     source: int,
     num_sources: int,
     num_buckets: int,
@@ -452,6 +459,8 @@ def _attach_kernel(
     table_row = tl.load(table_rows + row)
     end = tl.load(lengths + table_row).to(tl.int64)
     text = own_texts + table_row.to(tl.int64) * context
+    kind, seed = tl.load(kinds + row), tl.load(seeds + row)
+    acceptance_probs = probs_of_kind(acceptance_probs, kind, num_sources, num_buckets)
     top = tl.load(depths + first + node)
     need = tl.load(needs + first + node)
     limit = tl.minimum(MAX_LENGTH, tl.load(max_depths + row) - top)
@@ -506,6 +515,7 @@ def _attach_kernel(
         is_made = is_first & (num_own + rank < NUM_NODES)
         made_at = own_first + num_own + rank
         bucket = _match_bucket(own_longest + step, size, own_members)
+        bucket = copied_bucket(bucket, kind, seed, end + depth - 1, own_next)
         prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, is_made)
         path = path_of(own_path, prob)
         key = key_of(own_key, own_next, nothing + depth, factors, is_made)
@@ -529,6 +539,7 @@ def _attach_kernel(
         has_node = tl.sum(is_known.to(tl.int32), axis=1) > 0
         is_new = is_past_made & (has_node == 0)
         past_bucket = _match_bucket(past_longest + step, past_size, past_members)
+        past_bucket = copied_bucket(past_bucket, kind, seed, end + depth - 1, past_next)
         past_prob = prob_of(acceptance_probs, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
         new_path = path_of(past_path, past_prob)
         new_key = key_of(past_key, past_next, nothing + depth, factors, is_new)

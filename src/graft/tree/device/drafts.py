@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NUM_BUCKETS, Pool, PoolShape, bucket_of, key_of, path_of, prob_of
+from graft.tree.device.pool import (
+    ALONE,
+    NUM_BUCKETS,
+    Pool,
+    PoolShape,
+    bucket_of,
+    key_of,
+    path_of,
+    prob_of,
+    probs_of_kind,
+)
 
 
 def add_level(
@@ -20,9 +30,10 @@ def add_level(
     tokens: Tensor,  # [R * n] int64, likeliest first
     parents: Tensor,  # [R * n] int64, numbers in the drafted tree: 0 is the root
     probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding
-    acceptance_probs: Tensor,  # [agreements, sources, buckets] float32
+    acceptance_probs: Tensor,  # [kinds * agreements, sources, buckets] float32
     factors: Tensor,  # int64, by depth
     starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
+    kinds: Tensor,  # [R] int32 of rows, see `Draws`
     caps: Tensor,  # [R] int32: a row of 0 gets no drafted node
     thresholds: Tensor,  # [passes + 1] float32: reach below which the pass of that number is not made
     reach: Tensor,  # [R] float32, written: P(one of the row's next beams is accepted)
@@ -49,6 +60,7 @@ def add_level(
         acceptance_probs,
         factors,
         starts,
+        kinds,
         caps,
         thresholds,
         reach,
@@ -86,6 +98,7 @@ def _add_level_kernel(
     acceptance_probs: tl.tensor,
     factors: tl.tensor,
     starts: tl.tensor,
+    kinds: tl.tensor,
     caps: tl.tensor,
     thresholds: tl.tensor,
     reach: tl.tensor,
@@ -108,6 +121,7 @@ def _add_level_kernel(
     """One row; the last program of the launch decides about the next pass."""
     row = tl.program_id(0)
     is_made = tl.load(made + NUMBER) != 0
+    acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
     place = tl.arange(0, BLOCK)
     inside = (place < COUNT) & is_made
     q = tl.load(probabilities + row * COUNT + place, mask=inside, other=0.0)

@@ -89,7 +89,8 @@ def count(
     factors: Tensor,
     counts: Tensor,  # [R] int32 new tokens of each row
     emitted: Tensor,  # [R, W + 1] int64 the keys of the paths that they are, see `advance`
-    tried: Tensor,  # [agreements, sources, buckets] int32, added to
+    kinds: Tensor,  # [R] int32 of rows, see `Draws`
+    tried: Tensor,  # [kinds * agreements, sources, buckets] int32, added to
     fitted: Tensor,  # likewise
 ) -> None:
     """Counts the proposals whose parent's path was emitted with a token behind it, and those that are this token."""
@@ -104,6 +105,7 @@ def count(
         factors,
         counts,
         emitted,
+        kinds,
         tried,
         fitted,
         *tried.shape[1:],
@@ -259,6 +261,7 @@ def _count_kernel(
     factors: tl.tensor,
     counts: tl.tensor,
     emitted: tl.tensor,
+    kinds: tl.tensor,
     tried: tl.tensor,
     fitted: tl.tensor,
     num_sources: int,
@@ -283,7 +286,7 @@ def _count_kernel(
     is_fitted = is_tried & (key == tl.load(came, mask=is_node, other=0))
     source = tl.load(sources + node, mask=is_tried, other=0)
     bucket = tl.load(buckets + node, mask=is_tried, other=0)
-    agreed = tl.load(agreement + node, mask=is_tried, other=0)
+    agreed = tl.load(kinds + row) * 3 + tl.load(agreement + node, mask=is_tried, other=0)
     cell = (agreed * num_sources + source) * num_buckets + bucket
     tl.atomic_add(tried + cell, 1, mask=is_tried)
     tl.atomic_add(fitted + cell, 1, mask=is_fitted)

@@ -56,6 +56,15 @@ class PoolShape:
         return self.first_level + sum(self.levels[:number])
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What is known of the rows' coming draws, by row; see `noise`."""
+
+    kinds: Tensor  # [R] int32 rows of a kind share their acceptance probabilities; 0: greedy
+    seeds: Tensor  # [R] int64
+    powers: Tensor  # [R, NUM_BUCKETS] float64, 2^(-b / 2T): how much less likely to be drawn b buckets further down is
+
+
 class Pool:
     """Memory for the candidates of up to so many rows."""
 
@@ -103,8 +112,14 @@ def prob_of(
     num_buckets: int,
     mask: tl.tensor,
 ) -> tl.tensor:
-    """P(accepted | parent accepted) from the calibration table [agreements, sources, buckets]."""
+    """P(accepted | parent accepted) from the calibration table [agreements, sources, buckets] of the row's kind."""
     return tl.load(acceptance_probs + (agreement * num_sources + source) * num_buckets + bucket, mask=mask, other=0.0)
+
+
+@triton.jit
+def probs_of_kind(acceptance_probs: tl.tensor, kind: tl.tensor, num_sources: int, num_buckets: int) -> tl.tensor:
+    """The part [agreements, sources, buckets] of a calibration table that is for rows of a kind."""
+    return acceptance_probs + kind * (3 * num_sources * num_buckets)
 
 
 def bucket_starts(dtype: torch.dtype, device: torch.device) -> Tensor:

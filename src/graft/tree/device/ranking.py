@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, path_of, prob_of
+from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, path_of, prob_of, probs_of_kind
 
 _BLOCK = 16  # nodes of one program
 _OTHERS = 256  # nodes that they are compared with at once
@@ -46,11 +46,17 @@ class Scratch:
 
 
 def merge(
-    pool: Pool, shape: PoolShape, scratch: Scratch, acceptance_probs: Tensor, factors: Tensor, drafted: int
+    pool: Pool,
+    shape: PoolShape,
+    scratch: Scratch,
+    acceptance_probs: Tensor,
+    factors: Tensor,
+    kinds: Tensor,
+    drafted: int,
 ) -> None:
     """Makes equal paths one node, the likeliest copy, and computes its probability again by who agreed on it.
 
-    drafted: the source of drafted nodes.
+    kinds: [R] int32 of rows, see `Draws`. drafted: the source of drafted nodes.
     """
     _find_copies_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
         pool.tokens,
@@ -82,6 +88,7 @@ def merge(
         scratch.is_agreed,
         scratch.spoke,
         acceptance_probs,
+        kinds,
         drafted,
         *acceptance_probs.shape[1:],
         pool.capacity,
@@ -193,6 +200,7 @@ def _weigh_kernel(
     is_agreed: tl.tensor,
     spoke: tl.tensor,
     acceptance_probs: tl.tensor,
+    kinds: tl.tensor,
     drafted: int,
     num_sources: int,
     num_buckets: int,
@@ -202,6 +210,7 @@ def _weigh_kernel(
 ) -> None:
     """One row: other copies become padding, and probabilities are computed again, depth by depth."""
     row = tl.program_id(0)
+    acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
     first = row.to(tl.int64) * capacity
     place = tl.arange(0, BLOCK)
     path = tl.load(paths + first + place, mask=place < width, other=0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graft.tree.candidates import DEPTH_FACTORS
 from graft.tree.device import copies, drafts, outcome, ranking, tables, walk
-from graft.tree.device.pool import Pool, PoolShape, bucket_starts
+from graft.tree.device.pool import NUM_BUCKETS, Draws, Pool, PoolShape, bucket_starts
 
 MAX_TOKENS = 32  # new tokens of a row in a round: a tree is at most one less deep
 MAX_TREE_TOKENS = 512  # of a step, all rows together
@@ -62,9 +62,15 @@ class Sources(NamedTuple):
 
     num_sources: int  # with the root
     num_buckets: int  # of scores
+    num_kinds: int = 1  # of rows, see `Draws`
     drafted: int | None = None
     copies: int | None = None  # of the row's own text; those of finished texts have the next number
     tables: int | None = None  # of three tokens; those of two and one have the next numbers
+
+    @property
+    def table(self) -> tuple[int, int, int]:
+        """The shape of the calibration table: kinds of rows times agreements, sources and buckets."""
+        return self.num_kinds * NUM_AGREEMENTS, self.num_sources, self.num_buckets
 
 
 def packed(parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[int, Callable[[Tensor], dict[str, Tensor]]]:
@@ -90,6 +96,8 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "max_depths": (i32, by_row),
         "owners": (i32, by_row),  # whose finished texts the row sees
         "salts": (i64, by_row),  # whose table entries it uses
+        "kinds": (i32, by_row),  # see `Draws`
+        "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
         "seeds": (i64, by_row),
         "temperatures": (f32, by_row),
         "top_k": (i64, by_row),
@@ -98,7 +106,7 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "total": (i32, (1,)),  # nodes of all rows together
         "drafts": (i32, (1,)),  # 1 if the first draft pass is made
         "thresholds": (f32, (num_passes + 2,)),  # reach below which each pass is not made
-        "acceptance_probs": (f32, (NUM_AGREEMENTS, sources.num_sources, sources.num_buckets)),
+        "acceptance_probs": (f32, sources.table),
     }
 
 
@@ -106,7 +114,7 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str
     """What the host gets to know of a round."""
     i32, f32 = torch.int32, torch.float32
     most = max(RoundShape(rows, 0).cap * rows for rows in range(1, max_rows + 1))
-    table = (NUM_AGREEMENTS, sources.num_sources, sources.num_buckets)
+    table = sources.table
     return {
         "counts": (i32, (max_rows + 1,)),  # new tokens; 0 for the row of padding
         "tokens": (i32, (max_rows, MAX_TOKENS)),
@@ -164,6 +172,7 @@ class DeviceRound:
         self.numbers = torch.zeros(self.num_inputs, dtype=torch.int32, device=device)
         self.results = torch.zeros(self.num_results, dtype=torch.int32, device=device)
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
+        self._draws = Draws(self.inputs["kinds"], self.inputs["seeds"], self.inputs["powers"])
         self.pool = Pool(max_rows, self._capacity(), device)
         self._scratch = ranking.Scratch(max_rows, self.pool.capacity, device)
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
@@ -227,9 +236,12 @@ class DeviceRound:
                 assert self.tables is not None
                 salts = inputs["salts"][:rows]
                 tables.follow(
-                    *(self.pool, pool_shape, self.tables, salts, probs, self._factors, max_depths), sources.tables
+                    *(self.pool, pool_shape, self.tables, salts, probs, self._factors, max_depths, self._draws),
+                    *(self.texts.lengths, table_rows, self._starts64),
+                    sources.tables,
                 )
-            ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, sources.drafted or 0)
+            kinds = inputs["kinds"]
+            ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, kinds, sources.drafted or 0)
             ranking.rank(self.pool, pool_shape, caps, ranked, inputs["total"])
         ranking.lay_out(
             *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
@@ -241,7 +253,8 @@ class DeviceRound:
         assert drafted is not None
         drafts.add_level(
             *(self.pool, shape, number, tokens, parents, q, inputs["acceptance_probs"], self._factors, self._starts),
-            *(inputs["caps"], inputs["thresholds"], self._reach, found["reaches"], found["made"], self._arrived),
+            *(inputs["kinds"], inputs["caps"], inputs["thresholds"]),
+            *(self._reach, found["reaches"], found["made"], self._arrived),
             drafted,
             self._num_beams(shape.num_rows),
         )
@@ -254,7 +267,7 @@ class DeviceRound:
         sizes = (min(max_context, texts.own.shape[1]), len(texts.past))
         own, past = (copies.Found.make(rows, num_places, size, self.device) for size in sizes)
         copies.find(self.pool, texts, table_rows, inputs["owners"], places, own, past, sizes[0])
-        calibration = (inputs["acceptance_probs"], self._factors, inputs["max_depths"])
+        calibration = (inputs["acceptance_probs"], self._factors, inputs["max_depths"], self._draws)
         copies.attach(self.pool, shape, texts, table_rows, places, own, past, *calibration, source, first)
 
     def _ranked(self, shape: RoundShape) -> ranking.Ranked:
@@ -297,7 +310,8 @@ class DeviceRound:
         if not shape.is_plain:
             pool_shape = shape.pool(self._levels(rows))
             outcome.count(
-                *(self.pool, pool_shape, self._factors, counts, self._emitted), found["tried"], found["fitted"]
+                *(self.pool, pool_shape, self._factors, counts, self._emitted, inputs["kinds"]),
+                *(found["tried"], found["fitted"]),
             )
         step = (columns[0, :size], columns[1, :size], columns[2, :size], columns[4, :size])
         self.learn(step, starts, self.pool.before, inputs["salts"], successors, logits, rows, is_text=False)

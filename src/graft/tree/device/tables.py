@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import ALONE, NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, key_of, path_of, prob_of
+from graft.tree.device.noise import successor_buckets
+from graft.tree.device.pool import (
+    ALONE,
+    NUM_BUCKETS,
+    NUM_SUCCESSORS,
+    Draws,
+    Pool,
+    PoolShape,
+    key_of,
+    path_of,
+    prob_of,
+    probs_of_kind,
+)
 
 NUM_TABLES = 3  # of three tokens, two and one
 
@@ -56,6 +68,10 @@ def follow(
     acceptance_probs: Tensor,
     path_factors: Tensor,  # int64, by depth
     max_depths: Tensor,  # [R] int32
+    draws: Draws,
+    ends: Tensor,  # [table_rows] int32 tokens of each text
+    table_rows: Tensor,  # [R] int32
+    bucket_starts: Tensor,  # [NUM_BUCKETS] float64
     source: int,  # of the first table
 ) -> None:
     """Adds, wave by wave, the successors of the likeliest nodes not yet looked up, by the longest n-gram known."""
@@ -79,6 +95,12 @@ def follow(
         acceptance_probs,
         path_factors,
         max_depths,
+        draws.kinds,
+        draws.seeds,
+        draws.powers,
+        ends,
+        table_rows,
+        bucket_starts,
         source,
         *acceptance_probs.shape[1:],
         pool.before.shape[1],
@@ -92,6 +114,7 @@ def follow(
         NUM_BUCKETS=NUM_BUCKETS,
         IS_ISOLATED=tables.isolated,
         BLOCK=triton.next_power_of_2(shape.width),
+        enable_fp_fusion=False,  # the same bits as the C code
     )
 
 
@@ -136,6 +159,12 @@ def _follow_kernel(
     acceptance_probs: tl.tensor,
     path_factors: tl.tensor,
     max_depths: tl.tensor,
+    kinds: tl.tensor,
+    seeds: tl.tensor,
+    powers: tl.tensor,
+    ends: tl.tensor,
+    table_rows: tl.tensor,
+    starts_of_buckets: tl.tensor,
     source: int,
     num_sources: int,
     num_buckets: int,
@@ -155,6 +184,9 @@ def _follow_kernel(
     row = tl.program_id(0)
     first = row.to(tl.int64) * capacity
     salt, max_depth = tl.load(salts + row), tl.load(max_depths + row)
+    kind, seed = tl.load(kinds + row), tl.load(seeds + row)
+    end = tl.load(ends + tl.load(table_rows + row)).to(tl.int64)
+    acceptance_probs = probs_of_kind(acceptance_probs, kind, num_sources, num_buckets)
     before_root, earlier_root = tl.load(before_roots + row), tl.load(before_roots + num_rows + row)
     place = tl.arange(0, BLOCK)
     beam, rank = tl.arange(0, BEAMS), tl.arange(0, K)
@@ -198,6 +230,10 @@ def _follow_kernel(
         is_new = entry >= 0
         new_token, bucket = entry // NUM_BUCKETS, entry % NUM_BUCKETS
         own_source = (source + table)[:, None] + tl.zeros_like(entry)
+        position = end + tl.load(depths + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
+        bucket = successor_buckets(
+            bucket, is_new, kind, seed, position, new_token, powers + row * NUM_BUCKETS, starts_of_buckets
+        )
         prob = prob_of(acceptance_probs, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
         new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], prob)
         new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)

@@ -29,6 +29,7 @@ from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
 from graft.tree.candidates import Level
+from graft.tree.device import noise as noise_kernels
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # with more rows than the first, at most so many beams in all
 _AHEAD = 4  # levels to draft ahead if drafting may stop after any of them
@@ -179,6 +180,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         lengths: Tensor,
         context: int,
         made: Tensor,
+        draws: tuple[Tensor, Tensor] | None,
         add_level: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
         buffers, shape = self._buffers[pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL)
@@ -187,11 +189,17 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         by_row.lengths[:num_rows].copy_(lengths[:num_rows])
         levels = buffers.levels(shape).there
         for number in range(num_passes):
-            with gate.under(made[number : number + 1]):
+            flag, noise = made[number : number + 1], ()
+            if draws is not None:
+                (seeds, temperatures), d2t = draws, self.head.d2t
+                own = torch.empty(num_rows, len(d2t), dtype=torch.float32, device=d2t.device)
+                noise_kernels.draft_noise(seeds, lengths + 1, temperatures, number + 1, d2t, own, flag)
+                noise = (own, temperatures)
+            with gate.under(flag):
                 if number == 0:
-                    self._run_root(buffers, shape)
+                    self._run_root(buffers, shape, *noise)
                 else:
-                    self._run_expand(buffers, shape, context)
+                    self._run_expand(buffers, shape, context, *noise)
             count = num_rows * shape.count(number)
             tokens, parents, floats = levels[number]
             add_level(number, tokens[:count], parents[:count], floats.view(torch.float32)[:count])
@@ -212,13 +220,13 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     @torch.no_grad()
-    def _run_root(self, buffers: Eagle3Buffers, shape: Shape) -> None:
+    def _run_root(self, buffers: Eagle3Buffers, shape: Shape, *noise: Tensor) -> None:
         table_rows = buffers.round.by_row(shape.rows).table_rows[: shape.rows]
         root = eagle3_kernels.take_roots(buffers.root, table_rows, buffers.hidden, shape.beams)
-        self._spread(buffers, shape, root, is_first=True)
+        self._spread(buffers, shape, root, True, *noise)
 
     @torch.no_grad()
-    def _run_expand(self, buffers: Eagle3Buffers, shape: Shape, context: int) -> None:
+    def _run_expand(self, buffers: Eagle3Buffers, shape: Shape, context: int, *noise: Tensor) -> None:
         count, beams = shape.rows * shape.beams, buffers.beams.first(shape.rows, shape.beams)
         by_row = buffers.round.by_row(shape.rows)
         rows, starts, counts = buffers.rows_of[shape.beams]
@@ -236,7 +244,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         )
         hidden = buffers.hidden[:count]
         self._run_head(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout, out=hidden)
-        self._spread(buffers, shape, hidden, is_first=False)
+        self._spread(buffers, shape, hidden, False, *noise)
 
     def _run_head(
         self,
@@ -250,8 +258,9 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         step, keys, values = KernelStep(layout), buffers.keys[0], buffers.values[0]
         return self.fast.run(tokens, hidden, origins, step, keys, values, buffers.rotary, out)
 
-    def _spread(self, buffers: Eagle3Buffers, shape: Shape, outputs: Tensor, is_first: bool) -> None:
-        best = self.fast.likeliest(outputs, shape.beams)
+    def _spread(self, buffers: Eagle3Buffers, shape: Shape, outputs: Tensor, is_first: bool, *noise: Tensor) -> None:
+        """noise: see `FastHead.likeliest`."""
+        best = self.fast.likeliest(outputs, shape.beams, *noise)
         beams = buffers.beams.first(shape.rows, shape.beams)
         eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape).whole, shape.keep, is_first)
 

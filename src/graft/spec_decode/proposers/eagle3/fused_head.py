@@ -71,8 +71,11 @@ class FastHead:
             return layer_kernels.add_norm(stream, delta, self._norm, eps, normed=out)[1]
         return layer_kernels.add_norm(stream, delta, self._norm, eps, total=out)[0]
 
-    def likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""
+    def likeliest(self, hidden: Tensor, k: int, *noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`.
+
+        noise: of the rows' coming draws, and their temperatures, if they are known.
+        """
         if not self.config.norm_output:
             _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
-        return topk_kernels.highest(self._multiply(hidden, self._lm_head), k)
+        return topk_kernels.highest(self._multiply(hidden, self._lm_head), k, *noise)
