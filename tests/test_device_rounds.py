@@ -75,7 +75,7 @@ def test_trees_of_the_device_give_the_same_texts(on_device, monkeypatch, tempera
         assert {"drafted", "adjacency"} <= set(stats.proposed_by_source)
     # What the device has learned can be kept, and another engine begins with it.
     state = engine.policy.state()
-    assert len(state["adjacency/rows"]) > 0 and state["past/lengths"].tolist() == [20, 13]
+    assert len(state["adjacency/rows"]) > 0 and sorted(state["past/lengths"].tolist()) == [13, 20]
     other = Engine(model, policy="graft", budget=6)
     other.policy.restore(state)
     assert other.generate(PROMPT, **options).ids == answers[0].ids
