@@ -114,19 +114,20 @@ class ComingDraws:
         return found
 
     def added(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """logits [B, ...] / T + noise, in the rows of which something is known."""
-        is_known = torch.tensor([row is not None for row in self.rows], device=logits.device)
-        temperatures = self._on(logits.device)[2].view(-1, *[1] * (logits.dim() - 1))
-        return torch.where(is_known.view_as(temperatures), logits / temperatures + noise, logits)
+        """logits [B, ...] / T + noise. A row of which nothing is known has no noise and a T of 1: it stays as it is."""
+        factors = self._on(logits.device)[2].view(-1, *[1] * (logits.dim() - 1))
+        return torch.addcmul(noise, logits, factors)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Seeds, positions, temperatures (1 for greedy rows) and whether the row is sampled, [B] on a device."""
+        """Seeds, positions, 1 / temperature (1 for greedy rows) and whether the row is sampled, [B] on a device."""
         if device not in self._columns:
             known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
             self._columns[device] = (
                 torch.tensor([row.seed for row in known], device=device),
                 torch.tensor([row.position for row in known], device=device),
-                torch.tensor([max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device),
+                torch.tensor(
+                    [1 / max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device
+                ),
                 torch.tensor([row.temperature > 0 for row in known], device=device),
             )
         return self._columns[device]
