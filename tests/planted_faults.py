@@ -66,15 +66,15 @@ FAULTS = (
     Fault(
         "noise: drafts do not divide by the temperature",
         _NOISE,
-        "torch.addcmul(noise, logits, factors)",
-        "noise + logits",
+        "torch.addcmul(noise, logits, factors.view(",
+        "torch.addcmul(noise, logits, torch.ones_like(factors).view(",
         ("test_known_draws.py::test_drafted_tokens_are_ranked_by_log_q_over_temperature_and_noise",),
     ),
     Fault(
         "noise: greedy rows beside sampled ones get noise",
         _NOISE,
-        "torch.addcmul(noise, logits, factors)",
-        "torch.addcmul(noise.roll(1, 0), logits, factors)",
+        "torch.addcmul(noise, logits, factors.view(",
+        "torch.addcmul(noise.roll(1, 0), logits, factors.view(",
         ("test_known_draws.py::test_greedy_rows_are_drafted_by_the_same_bits_beside_sampled_ones",),
     ),
     Fault(
