@@ -106,7 +106,7 @@ class _DrawColumns:
         for own in self._times:
             addresses.extend(each.data_ptr() for each in own)
             addresses.extend([0] * (num_depths - len(own)))
-        self._columns = (
+        self._columns: tuple[array[int] | array[float], ...] = (
             array("q", [row.kind for row in rows]),
             array("q", [row.seed for row in rows]),
             array("q", [row.position for row in rows]),
