@@ -27,6 +27,7 @@ _ENGINE = "src/graft/engine/engine.py"
 _GRAPHS = "src/graft/model/cuda_graphs.py"
 _GUARD = "src/graft/server/guard.py"
 _NATIVE = "src/graft/tree/native/"
+_NOISE = "src/graft/model/noise.py"
 _PAGES = "src/graft/model/kv_cache.py"
 _SAMPLER = "src/graft/model/sampler.py"
 _SCHEDULER = "src/graft/engine/scheduler.py"
@@ -54,6 +55,70 @@ FAULTS = (
         "if path and path[-1] != len(path)]",
         "if path and path[0] != 1]",
         ("test_captured.py::test_whatever_path_is_committed_the_next_logits_are_those_of_the_models_own_forward",),
+    ),
+    # Drafts that know the noise of coming draws
+    Fault(
+        "noise: a draft is ranked by the noise of the position after its own",
+        _NOISE,
+        "torch.tensor([depth - 1 for depth in depths], device=device)",
+        "torch.tensor(list(depths), device=device)",
+        ("test_known_draws.py::test_drafted_tokens_are_ranked_by_log_q_over_temperature_and_noise",),
+    ),
+    Fault(
+        "noise: drafts do not divide by the temperature",
+        _NOISE,
+        "torch.addcmul(noise, logits, factors.view(",
+        "torch.addcmul(noise, logits, torch.ones_like(factors).view(",
+        ("test_known_draws.py::test_drafted_tokens_are_ranked_by_log_q_over_temperature_and_noise",),
+    ),
+    Fault(
+        "noise: greedy rows beside sampled ones get noise",
+        _NOISE,
+        "torch.addcmul(noise, logits, factors.view(",
+        "torch.addcmul(noise.roll(1, 0), logits, factors.view(",
+        ("test_known_draws.py::test_greedy_rows_are_drafted_by_the_same_bits_beside_sampled_ones",),
+    ),
+    Fault(
+        "noise: successors keep the order of their probability",
+        _NATIVE + "tables.c",
+        "weights[s] = power / draw_time(row->draws, row->number, depth, token);",
+        "weights[s] = power;",
+        ("test_known_draws.py::test_successors_are_ranked_again_by_their_probability_and_the_noise",),
+    ),
+    Fault(
+        "noise: a copied token is judged by the noise of its parent's position",
+        _NATIVE + "candidates.c",
+        "row->fields[DEPTH][parent] + 1, token);",
+        "row->fields[DEPTH][parent], token);",
+        ("test_known_draws.py::test_copies_are_judged_by_the_noise_of_their_token",),
+    ),
+    Fault(
+        "noise: what is never drawn is proposed",
+        _NATIVE + "draws.c",
+        "draws->banned_ends[row])) return 0;",
+        "draws->banned_ends[row])) return 1;",
+        ("test_known_draws.py::test_what_cannot_be_drawn_is_never_proposed",),
+    ),
+    Fault(
+        "noise: an ending is proposed one token too early",
+        _NATIVE + "draws.c",
+        "return depth > draws->num_unending[row] ||",
+        "return depth >= draws->num_unending[row] ||",
+        ("test_known_draws.py::test_what_cannot_be_drawn_is_never_proposed",),
+    ),
+    Fault(
+        "noise: sampled rows are calibrated with greedy ones",
+        _NATIVE + "candidates.c",
+        "int64_t group = row.kind * NUM_AGREEMENTS + row.fields[AGREEMENT][i];",
+        "int64_t group = row.fields[AGREEMENT][i];",
+        ("test_known_draws.py::test_sampled_rows_are_calibrated_apart_from_greedy_ones",),
+    ),
+    Fault(
+        "noise: decode foresees the draws of one step later",
+        "src/graft/integrations/transformers.py",
+        "            self._num_foreseen = len(self._states)\n",
+        "            self._num_foreseen = len(self._states) + 1\n",
+        ("test_known_draws.py::test_decode_foresees_the_draws_of_torchs_own_generator",),
     ),
     # The sampler
     Fault(

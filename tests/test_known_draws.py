@@ -122,7 +122,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     batch = open_batch(engine, SamplingSettings(temperature=0.8, seed=21, max_new_tokens=20))
     draws = batch.chooser.coming_draws()
     known, unknown = (next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None))
-    noise = plain_noise(21, len(PROMPT), range(VOCAB))
+    noise, sharpness = plain_noise(21, len(PROMPT), range(VOCAB)), getattr(drafter, "sharpness", 1.0)
     q = np.zeros(VOCAB)
     # As the drafter's whole distribution is not to be had here, tokens of both levels are compared in pairs.
     q[unknown.tokens[0].numpy()] = unknown.probabilities[0].numpy()
@@ -130,7 +130,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     assert len(tokens) >= 2
     found = dict(zip(known.tokens[0].tolist(), np.log(known.probabilities[0].numpy()), strict=True))
     for one, other in pairwise(tokens):
-        expected = (np.log(q[one]) - np.log(q[other])) / 0.8 + noise[one] - noise[other]
+        expected = sharpness * (np.log(q[one]) - np.log(q[other])) / 0.8 + noise[one] - noise[other]
         assert found[one] - found[other] == pytest.approx(expected, abs=2e-3)
 
 

@@ -83,13 +83,14 @@ class ComingDraws:
         """By row, the kind of its calibration."""
         return [row.kind if row is not None else NOT_SAMPLED for row in self.rows]
 
-    def perturbed(self, logits: Tensor, tokens: Tensor, depth: int) -> Tensor:
+    def perturbed(self, logits: Tensor, tokens: Tensor, depth: int, sharpness: float = 1.0) -> Tensor:
         """A drafter's logits / T + g, whose softmax is the probability that the token is drawn.
 
         logits: [B, n, V], all of one depth. tokens: [V] target ids. Rows of which nothing is known stay as they are.
+        sharpness: a factor of the logits of sampled rows, for a drafter that is less certain than its target.
         """
         noise = self.noise(tokens, range(depth, depth + 1), logits.device)
-        return self.added(logits, noise)
+        return self.added(logits, noise, sharpness)
 
     def noise(self, tokens: Tensor, depths: Sequence[int], device: torch.device) -> Tensor:
         """The noise and bias over temperature, [B, depths, V] in float32. tokens: [V] or [B, depths, V] target ids."""
@@ -113,20 +114,23 @@ class ComingDraws:
                 found[number, place].masked_fill_(ends, -torch.inf)
         return found
 
-    def added(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """logits [B, ...] / T + noise, in the rows of which something is known."""
-        is_known = torch.tensor([row is not None for row in self.rows], device=logits.device)
-        temperatures = self._on(logits.device)[2].view(-1, *[1] * (logits.dim() - 1))
-        return torch.where(is_known.view_as(temperatures), logits / temperatures + noise, logits)
+    def added(self, logits: Tensor, noise: Tensor, sharpness: float = 1.0) -> Tensor:
+        """logits [B, ...] / T + noise. A row of which nothing is known has no noise and a T of 1: it stays as it is."""
+        _, _, factors, is_sampled = self._on(logits.device)
+        if sharpness != 1.0:
+            factors = torch.where(is_sampled, sharpness * factors, factors)
+        return torch.addcmul(noise, logits, factors.view(-1, *[1] * (logits.dim() - 1)))
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Seeds, positions, temperatures (1 for greedy rows) and whether the row is sampled, [B] on a device."""
+        """Seeds, positions, 1 / temperature (1 for greedy rows) and whether the row is sampled, [B] on a device."""
         if device not in self._columns:
             known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
             self._columns[device] = (
                 torch.tensor([row.seed for row in known], device=device),
                 torch.tensor([row.position for row in known], device=device),
-                torch.tensor([max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device),
+                torch.tensor(
+                    [1 / max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device
+                ),
                 torch.tensor([row.temperature > 0 for row in known], device=device),
             )
         return self._columns[device]

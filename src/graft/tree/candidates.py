@@ -106,7 +106,7 @@ class _DrawColumns:
         for own in self._times:
             addresses.extend(each.data_ptr() for each in own)
             addresses.extend([0] * (num_depths - len(own)))
-        self._columns = (
+        columns: list[array[int] | array[float]] = [
             array("q", [row.kind for row in rows]),
             array("q", [row.seed for row in rows]),
             array("q", [row.position for row in rows]),
@@ -115,8 +115,9 @@ class _DrawColumns:
             array("q", [row.num_unending for row in rows]),
             addresses,
             array("q", [row.times is None for row in rows]),
-        )
-        self._struct = DrawsStruct(*map(address_of, self._columns), num_depths)
+        ]
+        self._columns = columns  # C reads their memory
+        self._struct = DrawsStruct(*map(address_of, columns), num_depths)
         self.address = ctypes.addressof(self._struct)
 
 

@@ -232,15 +232,21 @@ class LevelByLevel(ABC):
 
 
 def likeliest(
-    logits: Tensor, topk: int, draws: ComingDraws | None, depth: int, tokens: Tensor | None = None
+    logits: Tensor,
+    topk: int,
+    draws: ComingDraws | None,
+    depth: int,
+    tokens: Tensor | None = None,
+    sharpness: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The places of the `topk` likeliest tokens in a drafter's logits [B, F, V] of one depth, and their q.
 
     draws: what is known of the coming draws. tokens: [V] the target's ids of the logits; None: they are the places.
+    sharpness: see `ComingDraws.perturbed`.
     """
     if draws is not None:
         ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        logits = draws.perturbed(logits, ids, depth)
+        logits = draws.perturbed(logits, ids, depth, sharpness)
     q, places = logits.softmax(dim=-1).topk(topk, dim=-1)
     return places, q
 

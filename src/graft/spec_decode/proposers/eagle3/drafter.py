@@ -22,6 +22,9 @@ _ONE = torch.ones(1, 1, dtype=torch.bool)
 class Eagle3Drafter(RecurrentDrafter):
     """Drafts with an EAGLE-3 head, eagerly."""
 
+    # A head is less certain than its target. To guess draws, its logits are best multiplied by 1.1 to 1.3.
+    sharpness = 1.2
+
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
         config = head.config
         super().__init__(config.target_layers, head.fc.weight, 1, (config.num_key_value_heads, config.head_dim))
@@ -32,7 +35,7 @@ class Eagle3Drafter(RecurrentDrafter):
 
     def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(hidden).float()
-        draft_ids, q = likeliest(logits, topk, draws, depth, self.head.target_ids)
+        draft_ids, q = likeliest(logits, topk, draws, depth, self.head.target_ids, self.sharpness)
         return self.head.to_target(draft_ids), q
 
     def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
