@@ -194,7 +194,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
                 (seeds, temperatures), d2t = draws, self.head.d2t
                 own = torch.empty(num_rows, len(d2t), dtype=torch.float32, device=d2t.device)
                 noise_kernels.draft_noise(seeds, lengths + 1, temperatures, number + 1, d2t, own, flag)
-                noise = (own, temperatures)
+                noise = (own, temperatures[:num_rows] / self.sharpness)
             with gate.under(flag):
                 if number == 0:
                     self._run_root(buffers, shape, *noise)
