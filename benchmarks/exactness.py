@@ -33,7 +33,6 @@ from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.model.verified import Step
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Clock
@@ -86,9 +85,6 @@ class Plain:
                 row.append(Place(token, logit))
         return self._sampler.choose(logits, walking)
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Each place is noted on its own."""
-
     def select(self, rows: Sequence[int]) -> Plain:
         there = copy(self)
         there._sampler, there._notes = self._sampler.select(rows), [self._notes[row] for row in rows]
@@ -118,9 +114,6 @@ class Forced:
             if token != notes[place].token:
                 self._tally.gaps.append(logit - float(logits[row, notes[place].token]))
         return torch.tensor(chosen, device=logits.device)
-
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Each place is compared on its own."""
 
     def select(self, rows: Sequence[int]) -> Forced:
         there = copy(self)

@@ -5,7 +5,7 @@
 No model runs. Texts are made of repeated phrases; draft levels (9 of them, top-k 10) and logits are synthetic, made
 around the tokens that really follow; every draft pass is made, so that all proposers are at work. For each phase it
 prints the median over rounds, in processor time, so that other work on the machine does not count. Between rounds
-logits are generated, which leaves as little in the processor's caches as a verify does. `host_time.py` has batches.
+logits are generated, which leaves as little in the processor's caches as a verify does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence, TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.base import TargetTopK
-from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
 from graft.tree.candidates import Level
 from graft.tree.tree import ROOT, DraftTree
 
@@ -92,11 +91,8 @@ class SyntheticDrafter(LevelByLevel):
             beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
             width += len(nodes)
 
-    def levels(self, state: Any, roots: Any, keep: int | None = None, stops: Any = None) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Any, keep: int | None = None) -> Iterator[Level]:
         return iter(self._levels)
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
 
     def learn(self, *round: Any) -> None: ...
 

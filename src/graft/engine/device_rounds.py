@@ -406,7 +406,7 @@ class DeviceRounds:
         learns: bool,
     ) -> None:
         size, columns = shape.tokens, buffers.columns
-        chosen: Tensor = buffers.step.best[:size]
+        chosen: Tensor = buffers.best[:size]
         if is_random:
             inputs, rows = round.inputs, columns[4, :size].long()
             ends = round.texts.lengths.index_select(0, inputs["table_rows"][: shape.rows + 1])
@@ -441,8 +441,8 @@ class DeviceRounds:
         numbers = _sent(np.concatenate([columns.ravel(), by_row.ravel()]), buffers.columns.device)
         buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
         buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
-        step.chunks = [Part(part.tokens, part.index + first, part.counts, part.depths) for part in step.chunks]
-        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, buffers.step)
+        step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
+        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, True)
         return read
 
     def learn_prompt(self, verified: VerifyOutput, preceding: Sequence[int], salt: int) -> None:
@@ -560,7 +560,6 @@ class DeviceRounds:
             row.length += len(new)
             if draft_row is not None:
                 draft_row.length += len(new)
-                draft_row.root = new[-1]
             sequence.stats.draft_passes += num_passes
             seen = TreeRow(tree, None, number, names, None, common)
             _try(sequence, partial(sequence.extend, new, accepted, seen))

@@ -32,7 +32,6 @@ from graft.loading import load
 from graft.model.overrides import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
 from graft.model.support import check_supported
-from graft.model.verified import Step
 from graft.request.batch import Batch
 from graft.request.sequence import FinishReason, Sequence
 from graft.request.stats import Stats
@@ -282,12 +281,6 @@ class _ProcessorChooser:
             for sequence, row, walks in zip(self._rows, logits, walking, strict=True)
         ]
         return torch.tensor(tokens)
-
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Does nothing: processors need the tokens before, which differ from node to node."""
-
-    def advance(self, counts: SequenceOf[int]) -> None:
-        raise NotImplementedError("nothing is chosen everywhere")
 
     def select(self, rows: SequenceOf[int]) -> _ProcessorChooser:
         return self._with([self._rows[row] for row in rows])

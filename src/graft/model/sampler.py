@@ -11,7 +11,6 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from graft.hashing import GOLDEN, mix64
 from graft.model.grammar import Constraint
-from graft.model.verified import Step
 from graft.settings import Settings, require
 
 _DEFAULT_NEW_TOKENS = 256
@@ -141,18 +139,6 @@ class Chooser(Protocol):
         """Choose the next tokens [B] from logits [B, V]. Only rows that are `walking` advance by one token."""
         ...
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        """Choose a token [T] after every token of a step's trees, and say for which rows the choice is valid.
-
-        It is not valid in rows where it depends on the path to the token (penalties, a grammar). None: in no row.
-        logits [T, V]: of the trees' tokens. Work is queued on the logits' device without waiting. No row advances.
-        """
-        ...
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Advance each row by so many of the tokens that `choose_everywhere` gave."""
-        ...
-
     def select(self, rows: Sequence[int]) -> Self:
         """A chooser of only these rows, in this order."""
         ...
@@ -179,11 +165,6 @@ class Sampler:
         self._columns: dict[str, Tensor] = {}  # [B] settings on the device, made on demand
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
-        self._is_known = [
-            _needs_logits_alone(s) and c is None for s, c in zip(settings, self._constraints, strict=True)
-        ]
-        self._is_random = [s.temperature > 0 for s in settings]
-        self._too_early = [s.min_tokens > 0 for s in settings]  # whether the answer may not end yet
         # Values that change with every token are plain numbers on the host.
         self._positions = [len(h) for h in histories]  # of the token to choose
         self._generated = [0] * len(settings)
@@ -254,33 +235,6 @@ class Sampler:
         self._remember(tokens, walking)
         return tokens
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        num_tokens = len(logits)
-        is_known = self._is_known
-        if any(self._too_early):
-            is_known = [known and not early for known, early in zip(is_known, self._too_early, strict=True)]
-        if not any(is_known):
-            return None
-        if not any(compress(self._is_random, is_known)):
-            return step.best[:num_tokens], is_known
-        from graft.model.kernels import topk as topk_kernels  # needs Triton: only on GPUs
-
-        positions = torch.tensor(self._positions)
-        if logits.is_cuda:
-            positions = positions.pin_memory()  # otherwise the transfer would wait for the device
-        with torch.cuda.device_of(logits):
-            rows = step.rows[:num_tokens].long()
-            there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
-            seeds, temperatures = (self._column(name)[rows] for name in ("seed", "temperature"))
-            return topk_kernels.draw(logits, seeds, there, temperatures), is_known
-
-    def advance(self, counts: Sequence[int]) -> None:
-        self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
-        self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
-        if any(self._too_early):
-            pairs = zip(self._generated, self._settings, strict=True)
-            self._too_early = [number < settings.min_tokens for number, settings in pairs]
-
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after bias, penalties and min_tokens."""
         if self._bias is not None:
@@ -292,8 +246,9 @@ class Sampler:
             presence, frequency = (self._column(name)[:, None] for name in ("presence_penalty", "frequency_penalty"))
             logits = logits - presence * (self._counts > 0) - frequency * self._counts
         if self._endings is not None:
-            too_early = torch.tensor(self._too_early, device=logits.device)[:, None]
-            logits = logits.masked_fill(self._endings & too_early, -torch.inf)
+            pairs = zip(self._generated, self._settings, strict=True)
+            too_early = torch.tensor([number < s.min_tokens for number, s in pairs], device=logits.device)
+            logits = logits.masked_fill(self._endings & too_early[:, None], -torch.inf)
         return logits
 
     def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
@@ -315,8 +270,10 @@ class Sampler:
         return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
-        self.advance(walking)
         rows = [row for row, walks in enumerate(walking) if walks]
+        for row in rows:
+            self._positions[row] += 1
+            self._generated[row] += 1
         if self._seen is not None:
             self._seen[rows, tokens[rows]] = True
         if self._counts is not None:
@@ -325,12 +282,6 @@ class Sampler:
             for row in rows:
                 if (constraint := self._constraints[row]) is not None:
                     constraint.take(int(tokens[row]))
-
-
-def _needs_logits_alone(s: SamplingSettings) -> bool:
-    """Whether a row's choice depends on logits, temperature and noise alone: then the device can make it."""
-    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    return not (penalties or s.top_k or s.top_p < 1 or s.min_p)
 
 
 def _is_int(value: object) -> bool:

@@ -201,7 +201,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def digest(self) -> None:
         """Learns of the last round what need not be known before the next tree: now that tree is being verified."""
         if self._rounds is not None:
-            self._rounds.grafter.catch_up()
+            self._rounds.digest()
 
     @property
     def decides(self) -> bool:

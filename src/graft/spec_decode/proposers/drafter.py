@@ -86,54 +86,26 @@ class Drafter(Protocol):
         texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        """Do beforehand the one-time work (such as graph captures) of rounds of up to `max_rows` rows.
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None:
+        """Do beforehand the one-time work, such as graph captures, that would make the first requests wait.
 
-        keep: that of the coming calls of `passes`.
+        max_rows: of the largest batch.
         """
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         """Prefill a chunk of one row's prompt. following: the token after each of its tokens."""
 
-    def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Sequence[Level]]:
+    def passes(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Sequence[Level]]:
         """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
 
         keep: nodes to yield of each level, likeliest first; there are then at most so many beams. All nodes, in any
         order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
-        stops: passes after which the caller may stop (any if None). The device runs to the next of them by itself.
         """
-
-    def num_prefetched(self, state: Any) -> int:
-        """Passes of the coming round that are launched already, so that skipping them saves nothing."""
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Start the next round's drafting on the device, before the host knows what this round accepted.
-
-        chosen: [T], the token after each node, on the device. A call of `learn` follows.
-        """
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Without drafting ahead: do on the device beforehand what `learn` would wait for."""
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
-
-
-class OnDemand:
-    """Base of drafters that do nothing ahead: passes run one by one, on demand."""
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Nothing to do."""
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Nothing to do."""
 
 
 class LevelByLevel(ABC):
@@ -162,15 +134,11 @@ class LevelByLevel(ABC):
         return self.settings.depth * self.settings.topk
 
     @abstractmethod
-    def levels(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
         """`Drafter.passes`, with the one level of each pass."""
 
-    def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Sequence[Level]]:
-        return ((level,) for level in self.levels(state, roots, keep, stops))
+    def passes(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Sequence[Level]]:
+        return ((level,) for level in self.levels(state, roots, keep))
 
 
 class BeamSearch:

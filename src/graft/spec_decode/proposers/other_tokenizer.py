@@ -149,9 +149,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             self._read_unseen(state, behind)
 
     @torch.no_grad()
-    def passes(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Sequence[Level]]:
+    def passes(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Sequence[Level]]:
         for row, root in zip(state.rows, roots.tolist(), strict=True):
             if row.num_ids == row.target.length:
                 row.unseen.append(root)

@@ -7,7 +7,7 @@ entries come after those of the text, with the head's own outputs as features.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -43,13 +43,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         return RecurrentRow(row, row.length, hidden=self._weight.new_zeros(self._weight.shape[0]))
 
     @torch.no_grad()
-    def levels(
-        self,
-        state: EagerState[RecurrentRow],
-        roots: Tensor,
-        keep: int | None = None,
-        stops: Sequence[int] | None = None,
-    ) -> Iterator[Level]:
+    def levels(self, state: EagerState[RecurrentRow], roots: Tensor, keep: int | None = None) -> Iterator[Level]:
         self._refresh(state.pool, state.rows)
         batch, device = len(roots), self.device
         topk = min(self.settings.topk, keep or self.settings.topk)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 
@@ -81,7 +81,7 @@ class ModelState(Generic[R]):
         return replace(self, rows=self.rows + other.rows)
 
 
-class SmallModelDrafter(OnDemand, LevelByLevel):
+class SmallModelDrafter(LevelByLevel):
     """Drafts with a small model."""
 
     hidden_layers: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
     def _new_runner(self, cache: KVCache) -> TargetRunner:
         return target_for(self.model, pool=cache.pool)
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         runner = self._runner(target.cache_of([]))
         runner.progress = target.progress
         widest = max(self.num_slots, runner.chunk_size)
@@ -174,9 +174,7 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
             self._read_pending(state, state.rows)
 
     @torch.no_grad()
-    def levels(
-        self, state: ModelState[Any], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Level]:
+    def levels(self, state: ModelState[Any], roots: Tensor, keep: int | None = None) -> Iterator[Level]:
         topk = min(self.settings.topk, keep or self.settings.topk)
         search = BeamSearch(len(roots), topk, keep, self.device)
         known = self._known(roots.tolist())

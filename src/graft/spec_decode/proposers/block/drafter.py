@@ -96,9 +96,7 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         return self.head.config.block_size
 
     @torch.no_grad()
-    def passes(
-        self, state: EagerState[DraftRow], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Sequence[Level]]:
+    def passes(self, state: EagerState[DraftRow], roots: Tensor, keep: int | None = None) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
         table = table_of(self.head, self._block(state, roots), roots, self.settings, keep == 1)
