@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
