@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, Row, TargetRunner, VerifyOutput
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
+
+if TYPE_CHECKING:
+    from graft.model import KVCache, Row, TargetRunner, VerifyOutput
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
 
