@@ -11,7 +11,7 @@ means over tasks, each with the same weight.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ class _FewPasses(ReplayedDrafter):
     def max_passes(self) -> int:
         return min(self._num_passes, super().max_passes)
 
-    def levels(
-        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Level]:
-        return islice(super().levels(state, roots, keep, stops), self._num_passes)
+    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
+        return islice(super().levels(state, roots, keep), self._num_passes)
 
 
 def main() -> None:

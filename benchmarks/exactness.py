@@ -33,7 +33,6 @@ from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.model.verified import Step
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Clock
@@ -83,9 +82,6 @@ class Plain:
                 row.append(best)
         return self._sampler.choose(logits, walking)
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Does nothing: each position is recorded on its own."""
-
     def select(self, rows: Sequence[int]) -> Plain:
         there = copy(self)
         there._sampler, there._rows = self._sampler.select(rows), [self._rows[row] for row in rows]
@@ -111,9 +107,6 @@ class Forced:
             if token != plain_token:
                 self._tally.gaps.append(logit - float(logits[row, plain_token]))
         return torch.tensor(chosen, device=logits.device)
-
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Does nothing: each position is compared on its own."""
 
     def select(self, rows: Sequence[int]) -> Forced:
         there = copy(self)

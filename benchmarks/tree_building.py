@@ -5,7 +5,7 @@
 No model runs. Texts consist of repeated phrases. Draft levels (9 of them, top-k 10) and logits are synthetic, made
 around the tokens that really follow. Every draft pass is made, so that all proposers work. For each phase it prints the
 median over rounds, in processor time, so that other work on the machine does not count. Making logits between rounds
-clears the processor's caches, as a verify step does. `host_time.py` measures batches.
+clears the processor's caches, as a verify step does.
 """
 
 import random
@@ -73,11 +73,8 @@ class SyntheticDrafter(LevelByLevel):
             beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
             width += len(nodes)
 
-    def levels(self, state: Any, roots: Any, keep: int | None = None, stops: Any = None) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Any, keep: int | None = None) -> Iterator[Level]:
         return iter(self._levels)
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
 
     def learn(self, *round: Any) -> None: ...
 

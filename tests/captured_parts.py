@@ -9,11 +9,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 from graft.model import TargetRunner
-from graft.model.captures import Event
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.runner import outputs_of
 from graft.model.step import Chunk
-from graft.model.verified import Step
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from heads import SMALL_TREE, make_head
 from proposers import random_tree
@@ -34,19 +32,7 @@ class StaticTarget(TargetRunner):
         tree, chunks = super()._run(step, num_already_run)
         logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
         self._hidden[: len(hidden)] = hidden
-        columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))
-        captured = Step(
-            tokens=columns[0],
-            parents=columns[1],
-            rows=columns[4],
-            depths=columns[3],
-            starts=by_row[0],
-            counts=by_row[1],
-            best=logits.argmax(dim=1).int(),
-            chosen=torch.zeros(len(logits), dtype=torch.int64),
-            ready=Event(self.device),
-        )
-        return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
+        return outputs_of(step, logits, self._hidden[: len(hidden)], None, is_captured=True)
 
 
 class SmallTarget(CapturedTarget):
@@ -97,7 +83,7 @@ class Text:
             _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
             self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
 
-    def round(self, cache, state, roots, width=6, ahead=False, reading=None):
+    def round(self, cache, state, roots, width=6, reading=None):
         """Verifies random trees, and takes some path of each. Returns the new roots.
 
         reading: a cache and a state of one row, whose prompt is read in the same step.
@@ -118,20 +104,15 @@ class Text:
                     break
             nodes.append(path[1:])
             tokens.append([*tree.tokens[row, path[1:]].tolist(), self.rng.randrange(61)])
-        if ahead:
-            chosen = torch.full((sum(verified.counts),), 62, device=self.target.device)
-            for row, (path, new) in enumerate(zip(nodes, tokens, strict=True)):
-                chosen[verified.index[row, [0, *path]]] = torch.tensor(new, device=chosen.device)
-            self.drafter.draft_ahead(state, verified, chosen)
         self.target.commit(cache, nodes)
         self.drafter.learn(state, verified, nodes, tokens)
         if reading:
             self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
         return [new[-1] for new in tokens]
 
-    def levels(self, state, count=4, keep=None, stops=None):
+    def levels(self, state, count=4, keep=None):
         roots = torch.zeros(len(state.rows), dtype=torch.int64)
-        return list(islice(self.drafter.levels(state, roots, keep, stops), count))
+        return list(islice(self.drafter.levels(state, roots, keep), count))
 
 
 def assert_alike(levels, others):

@@ -23,6 +23,7 @@ _ATTENTION = "src/graft/model/kernels/attention.py"
 _BUDGET = "src/graft/spec_decode/budget.py"
 _CALIBRATION = "src/graft/spec_decode/calibration.py"
 _DETOKENIZER = "src/graft/request/detokenizer.py"
+_DEVICE_ROUNDS = "src/graft/engine/device_rounds.py"
 _ENGINE = "src/graft/engine/engine.py"
 _GRAPHS = "src/graft/model/cuda_graphs.py"
 _GUARD = "src/graft/server/guard.py"
@@ -39,6 +40,7 @@ _TOOL_FORMATS = "src/graft/server/tool_formats.py"
 _TOOL_PARSERS = "src/graft/server/tool_parsers.py"
 
 # Tests that several faults name
+_NEEDS_HOST = "test_device_rounds.py::test_rows_whose_choices_need_the_host_are_not_left_to_the_device"
 _MEANING = "test_captured.py::test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too"
 _NUMPY = "test_sampling.py::test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy"
 _PROCESSORS = "test_sampling.py::test_truncation_and_penalties_mean_what_they_mean_in_transformers"
@@ -129,18 +131,25 @@ FAULTS = (
         (_NUMPY,),
     ),
     Fault(
-        "sampler: a presence penalty does not keep the device from choosing",
-        _SAMPLER,
-        "s.repetition_penalty != 1 or s.presence_penalty or",
-        "s.repetition_penalty != 1 or",
-        (_MEANING + "[presence_penalty]",),
+        "rounds of the device: a bias does not keep the device from choosing",
+        _DEVICE_ROUNDS,
+        " or s.frequency_penalty or s.logit_bias\n",
+        " or s.frequency_penalty\n",
+        (_NEEDS_HOST + "[logit_bias]",),
     ),
     Fault(
-        "sampler: a frequency penalty does not keep the device from choosing",
-        _SAMPLER,
-        "s.presence_penalty or s.frequency_penalty)",
-        "s.presence_penalty)",
-        (_MEANING + "[frequency_penalty]",),
+        "rounds of the device: a presence penalty does not keep the device from choosing",
+        _DEVICE_ROUNDS,
+        "s.repetition_penalty != 1 or s.presence_penalty or",
+        "s.repetition_penalty != 1 or",
+        (_NEEDS_HOST + "[presence_penalty]",),
+    ),
+    Fault(
+        "rounds of the device: a frequency penalty does not keep the device from choosing",
+        _DEVICE_ROUNDS,
+        "s.presence_penalty or s.frequency_penalty or s.logit_bias",
+        "s.presence_penalty or s.logit_bias",
+        (_NEEDS_HOST + "[frequency_penalty]",),
     ),
     # The KV cache
     Fault(
@@ -229,18 +238,11 @@ FAULTS = (
         ("test_native.py::test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead",),
     ),
     Fault(
-        "acceptance: the noise of the next round is one position behind",
-        _ACCEPTANCE,
-        "0 if was else len(tokens) for tokens, was",
-        "0 if was else len(tokens) - 1 for tokens, was",
-        ("test_captured.py::test_captured_steps_give_the_text_of_the_ordinary_runner[llama]",),
-    ),
-    Fault(
-        "acceptance: choices of a row walked ahead are put at another row's nodes",
-        _ACCEPTANCE,
-        "places += index[row, [0, *accepted.nodes[row]]].tolist()",
-        "places += index[0, [0, *accepted.nodes[row]]].tolist()",
-        ("test_captured.py::test_rows_with_settings_of_their_own_are_decoded_as_alone_in_captured_steps",),
+        "sampler: the noise of the next token is that of this one",
+        _SAMPLER,
+        "            self._positions[row] += 1\n",
+        "",
+        (_MEANING + "[top_k]",),
     ),
     Fault(
         "step: a node's position is its place in the tree, not its depth",
@@ -323,15 +325,15 @@ FAULTS = (
     Fault(
         "sampler: min_tokens forbids endings for one token too few",
         _SAMPLER,
-        "number < settings.min_tokens for number",
-        "number + 1 < settings.min_tokens for number",
+        "number < s.min_tokens for number",
+        "number + 1 < s.min_tokens for number",
         ("test_sampling.py::test_endings_are_forbidden_for_as_many_tokens_as_in_transformers",),
     ),
     Fault(
         "sampler: min_tokens forbids endings for one token too many",
         _SAMPLER,
-        "number < settings.min_tokens for number",
-        "number <= settings.min_tokens for number",
+        "number < s.min_tokens for number",
+        "number <= s.min_tokens for number",
         ("test_sampling.py::test_endings_are_forbidden_for_as_many_tokens_as_in_transformers",),
     ),
     Fault(

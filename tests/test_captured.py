@@ -441,8 +441,11 @@ def test_two_generations_take_turns(plain):
 
 
 def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, monkeypatch):
-    model, wait = model_of("llama"), Small.wait_for
-    monkeypatch.setattr(Small, "wait_for", lambda *given: (time.sleep(0.002), wait(*given)))  # others go on meanwhile
+    model, wait = model_of("llama"), Small.synchronize
+    # Others go on meanwhile.
+    monkeypatch.setattr(
+        Small, "synchronize", lambda *given: (time.sleep(0.002), wait(*given))
+    )  # others go on meanwhile
     engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
     assert (
         graphs_of(engines[0].target) is graphs_of(engines[1].target)

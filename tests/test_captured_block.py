@@ -13,7 +13,6 @@ from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, asse
 from graft import Engine
 from graft.model import TargetRunner
 from graft.model.captures import Captures
-from graft.model.cuda_graphs import CapturedTarget
 from graft.model.step import Chunk
 from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import make_policy
@@ -84,15 +83,12 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
     layer of the head is causal, one is not."""
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)  # without a trial
     monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
-    monkeypatch.setattr(captured, "CHUNKS", (2,))
     monkeypatch.setattr(captured, "ENTRIES", (4,))
     found = []
     for text in both(model, "causal"):
         cache, state = text.open(PROMPT[:3])
         levels = text.levels(state, [42], keep=3)
-        roots = text.round(cache, state, [42], 3, ahead=True)
-        if isinstance(state, CapturedState):
-            assert text.drafter.num_prefetched(state) == 1, "the device went on by itself"
+        roots = text.round(cache, state, [42], 3)
         found.append(levels + text.levels(state, roots, keep=3))
     assert_alike(*found)
 
@@ -142,32 +138,6 @@ def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     assert_alike(text.levels(state, prompt[-1:]), expected)
 
 
-@pytest.mark.parametrize("width", [8, 60])
-def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, width, monkeypatch):
-    """Rows accept different numbers of tokens; the widest trees bring more than the device takes in by itself."""
-    monkeypatch.setattr(CapturedDrafter, "max_ahead", 3)
-    found, was_ahead = [], []
-    judge = CapturedDrafter._was_drafted_ahead
-    monkeypatch.setattr(
-        CapturedDrafter, "_was_drafted_ahead", lambda *given: was_ahead.append(judge(*given)) or was_ahead[-1]
-    )
-    for ahead in (True, False):
-        text = BlockText(model, SmallDrafter, "conditional")
-        assert text.drafter.max_ahead == 6, "whatever a block brings"
-        cache, state = text.open(PROMPT, [5, 6], PROMPT * 5)
-        roots = [11, 6, 11]
-        levels = text.levels(state, roots)
-        for _ in range(4):
-            was_ahead.clear()
-            roots = text.round(cache, state, roots, width, ahead=ahead)
-            assert text.drafter.num_prefetched(state) == 1 and all(not row.following for row in state.rows)
-            assert was_ahead == [ahead] or width == 60
-            levels += text.levels(state, roots)
-        found.append((levels, state.lengths))
-    assert_alike(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_batches_that_take_turns_draft_as_alone(plain, model):
     text = BlockText(model, SmallDrafter)
     (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
@@ -175,19 +145,6 @@ def test_batches_that_take_turns_draft_as_alone(plain, model):
     again = text.levels(first, [11, 6]), text.levels(second, [11]), text.levels(first, [11, 6])
     for levels, known in zip(again, (*expected, expected[0]), strict=True):
         assert_alike(levels, known)
-
-
-def test_another_root_than_was_drafted_ahead_for_is_drafted_for(plain, model):
-    text = BlockText(model, SmallDrafter)
-    cache, state = text.open(PROMPT)
-    text.levels(state, [11])
-    (root,) = text.round(cache, state, [11], ahead=True)
-    assert text.drafter.num_prefetched(state) == 1
-    other = text.levels(state, [(root + 1) % 61])
-    eager = BlockText(model, BlockDrafter)
-    its_cache, its_state = eager.open(PROMPT)
-    assert eager.round(its_cache, its_state, [11]) == [root]
-    assert_alike(other, eager.levels(its_state, [(root + 1) % 61]))
 
 
 # Engines
@@ -211,19 +168,7 @@ def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, tar
     ]
 
 
-def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
-    drafter = CapturedBlockDrafter(make_head(model, **HEADS["marginal"]).to(DEVICE), TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.warm_up(max_tokens=64, max_rows=2)
-    before = drafter.num_setups
-    for prompts in ([PROMPT], [PROMPT, PROMPT[3:]]):
-        generations = engine.generate_batch(prompts, max_new_tokens=8)
-        assert sum(generation.stats.draft_passes for generation in generations) > 0
-    assert drafter.num_setups == before
-
-
-def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_the_block(plain, monkeypatch, model):
+def test_a_round_is_a_graph_for_the_entries_and_one_for_the_block(plain, monkeypatch, model):
     text = BlockText(model, SmallDrafter)
     cache, state = text.open(PROMPT, [5, 6])
     text.levels(state, [11, 6])
@@ -233,9 +178,9 @@ def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_the_bloc
         "_replay",
         lambda buffers, kind, *more, **options: (made.append(kind[0]), replay(buffers, kind, *more, **options)),
     )
-    roots = text.round(cache, state, [11, 6], ahead=True)
+    roots = text.round(cache, state, [11, 6])
     text.levels(state, roots)
-    assert made == ["ahead", "block"]
+    assert made == ["read", "block"]
     made.clear()
     time_pass(text.drafter, text.target)
     assert made == ["block"] * 3, "every pass that is timed is made"

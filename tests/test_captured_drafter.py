@@ -15,13 +15,10 @@ from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
-from graft.model.sampler import Sampler
 from graft.request.stats import Clock
-from graft.spec_decode.budget import Budget
-from graft.spec_decode.cost_model import SecondsByRows, time_pass
-from graft.spec_decode.grafter import Grafter
+from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
-from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -29,7 +26,6 @@ from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.tree import DraftTree
-from heads import SMALL_TREE
 from tiny import tiny_model
 
 
@@ -44,26 +40,6 @@ class Resting:
 
     def __getattr__(self, name):
         return getattr(self._policy, name)
-
-
-class Never:
-    """A constraint that forbids some tokens."""
-
-    error = None
-
-    def __init__(self, *tokens):
-        self._tokens = list(tokens)
-
-    def mask(self, scores):
-        scores = scores.clone()
-        scores[self._tokens] = -torch.inf
-        return scores
-
-    def take(self, token):
-        pass
-
-    def num_allowed(self, tokens):
-        return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
 
 
 @pytest.fixture(params=[pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget])  # the second is the product's
@@ -106,15 +82,12 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
 
 def test_the_real_kernels_draft_the_same(model, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
-    monkeypatch.setattr(captured, "CHUNKS", (2,))
     monkeypatch.setattr(captured, "ENTRIES", (8,))
     settings, found = TreeSettings(depth=2, topk=2), []
     for text in both(model, settings=settings):
         cache, state = text.open(PROMPT[:3], [5, 6])
         levels = text.levels(state, 3, keep=3)
-        text.round(cache, state, [9, 6], 3, ahead=True)
-        if isinstance(state, CapturedState):
-            assert text.drafter.num_prefetched(state) == 3, "the device went on by itself"
+        text.round(cache, state, [9, 6], 3)
         found.append(levels + text.levels(state, 3, keep=3))
     assert_alike(*found)
 
@@ -156,11 +129,10 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
     assert found[0][1] == found[1][1]
 
 
-def test_a_row_is_copied_with_the_features_that_wait_for_a_draft(plain, model):
+def test_a_row_that_was_never_drafted_for_is_copied_with_all_that_it_has_read(plain, model):
     for text in both(model):
         cache, state = text.open(PROMPT, [5, 6])
-        roots = text.round(cache, state, [11, 6])  # nothing was drafted, so nothing is drafted ahead
-        assert all(row.following for row in state.rows)
+        text.round(cache, state, [11, 6])
         row = text.go_on_from(cache.rows[0])
         text.target.pool.release(cache.rows[1])
         cache.rows[1] = row
@@ -168,31 +140,7 @@ def test_a_row_is_copied_with_the_features_that_wait_for_a_draft(plain, model):
         for level in text.levels(state):
             assert torch.equal(level.tokens[0], level.tokens[1])
             torch.testing.assert_close(level.probabilities[0], level.probabilities[1], atol=1e-5, rtol=1e-3)
-        assert roots and state.lengths[0] == state.lengths[1] == cache.rows[0].length
-
-
-@pytest.mark.parametrize(("depth", "width"), [(8, 8), (2, 3), (8, 60)])
-def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, depth, width, monkeypatch):
-    """Rows accept different numbers of tokens; the widest trees bring more than the device takes in by itself."""
-    monkeypatch.setattr(CapturedDrafter, "max_ahead", 6)
-    found, was_ahead = [], []
-    judge = CapturedDrafter._was_drafted_ahead
-    monkeypatch.setattr(
-        CapturedDrafter, "_was_drafted_ahead", lambda *given: was_ahead.append(judge(*given)) or was_ahead[-1]
-    )
-    for ahead in (True, False):
-        text = Text(model, SmallDrafter, TreeSettings(depth=depth, topk=3))
-        cache, state = text.open(PROMPT, [5, 6], PROMPT * 5)
-        levels, roots = text.levels(state, 3), [11, 6, 11]
-        for _ in range(6):
-            was_ahead.clear()
-            roots = text.round(cache, state, roots, width, ahead=ahead)
-            assert text.drafter.num_prefetched(state) == 3 and all(not row.following for row in state.rows)
-            assert was_ahead == [ahead] or width == 60
-            levels += text.levels(state, 3)
-        found.append((levels, state.lengths))
-    assert_alike(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        assert state.lengths[0] == state.lengths[1] == cache.rows[0].length
 
 
 def test_many_rows_have_fewer_beams(plain, model):
@@ -206,15 +154,15 @@ def test_many_rows_have_fewer_beams(plain, model):
     assert [level.tokens.shape for level in levels] == [(17, 4), (17, 16), (17, 16)]
     few = Text(model, Eagle3Drafter, TreeSettings(depth=2, topk=4))
     assert_alike(levels, few.levels(few.open(*prompts)[1], 3))
-    many.round(cache, state, [prompt[-1] for prompt in prompts], ahead=True)
-    assert many.drafter.num_prefetched(state) == 3
-    state = state.select([0, 16])  # all beams again, and what was drafted for others is not used
-    assert many.drafter.num_prefetched(state) == 0
+    many.round(cache, state, [prompt[-1] for prompt in prompts])
+    state = state.select([0, 16])  # all beams again
     assert [level.tokens.shape for level in many.levels(state, 2, keep=20)] == [(2, 10), (2, 20)]
 
 
-def test_rows_without_drafts_for_long_draft_what_others_do(plain, model):
-    """Their features wait until there are too many; and rounds may bring more tokens than can wait."""
+def test_rows_without_drafts_for_long_draft_what_others_do(plain, model, monkeypatch):
+    """Rounds may bring more tokens than a graph runs at once."""
+    for module in (captured, draft_buffers):
+        monkeypatch.setattr(module, "ENTRIES", (4, 16, 32))
     found = []
     for text in both(model):
         cache, state = text.open(PROMPT, [5, 6])
@@ -241,10 +189,9 @@ def test_reading_a_prompt_leaves_the_drafts_of_others_as_they_are(plain, model, 
         if others_read and is_same_step:
             its_cache = text.target.open(1, 200)
             reading = its_cache, text.drafter.open(its_cache)
-        text.round(cache, state, [11, 6, 11], ahead=True, reading=reading)
+        text.round(cache, state, [11, 6, 11], reading=reading)
         if others_read and not is_same_step:
             text.open(PROMPT * 20)  # several chunks
-        assert text.drafter.num_prefetched(state) == 2
         found.append(text.levels(state))
         if reading is not None:
             assert_alike(text.levels(reading[1]), text.levels(text.open(PROMPT)[1]))
@@ -293,9 +240,7 @@ def test_without_pages_for_drafts_nothing_is_lost(plain, model):
         if taken is not None:
             with pytest.raises(NoRoomError):
                 text.levels(state)
-        state.num_taken = 2
-        text.round(cache, state, [11], 4, ahead=True)  # which cannot be ahead
-        assert text.drafter.num_prefetched(state) == (0 if taken is not None else 2)
+        text.round(cache, state, [11], 4)
         if taken is not None:
             with pytest.raises(NoRoomError):
                 text.levels(state)
@@ -344,91 +289,19 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-@pytest.mark.parametrize(
-    ("engines", "most"),
-    [
-        (StaticTarget, 1),
-        (SmallTarget, 16),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((StaticTarget, 3), (StaticTarget, 16))),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((SmallTarget, 1), (SmallTarget, 3))),
-    ],
-    indirect=["engines"],
-)
-def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
-    ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
-
-    def note(drafter, state, counts):
-        was_started = state.num_drafted_ahead > 0
-        ahead.append((was_started, was_drafted_ahead(drafter, state, counts)))
-        return ahead[-1][1]
-
-    monkeypatch.setattr(CapturedDrafter, "_was_drafted_ahead", note)
-    monkeypatch.setattr(CapturedDrafter, "max_ahead", most)
-    runs = []
-    for foresees in (True, False):
-        drafter = drafter_of(SmallDrafter, model)
-        if not foresees:
-            drafter.draft_ahead = lambda *given: None
-        policy = make_policy("dense", TargetRunner(model), drafter, 9)
-        engine = Engine(model, policy=policy, drafter=drafter)
-        for options in ({}, {"temperature": 0.7, "seed": 3}):
-            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=16, **options)
-            runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
-    assert runs[:2] == runs[2:]
-    assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
-
-
-def test_levels_that_are_begun_are_taken_without_asking(engines, model):
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=22).ids
-    drafter = drafter_of(SmallDrafter, model)
-    policy = make_policy("graft", TargetRunner(model), drafter)
-    quick = SecondsByRows()
-    quick.observe(1, 1e-6)
-    steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(steps | {"pass_by_rows": quick.state()})
-    asked, goes_on = [], policy.grafter.goes_on
-    policy.grafter.goes_on = lambda number, *rest: (asked.append(number), goes_on(number, *rest))[1]
-    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=22)
-    assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
-    assert asked.count(1) <= 2 < asked.count(0), "those made ahead were decided on together, before they were begun"
-
-
-def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=22).ids
-    drafter = drafter_of(SmallDrafter, model)
-    policy = make_policy("graft", TargetRunner(model), drafter)
-    quick, slow = SecondsByRows(), SecondsByRows()
-    quick.observe(1, 1e-6)
-    slow.observe(1, 1e6)
-    steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(steps | {"pass_by_rows": quick.state()})
-    engine = Engine(model, policy=policy, drafter=drafter)
-    assert engine.generate(PROMPT, max_new_tokens=22).stats.draft_passes > 20
-    policy.restore_costs(steps | {"pass_by_rows": quick.state(), "ahead_by_rows": slow.state()})
-    generation = engine.generate(PROMPT, max_new_tokens=22)
-    assert generation.ids == expected and generation.stats.draft_passes == 0
-
-
-@pytest.mark.parametrize("policy_name", ["graft", pytest.param("dense", marks=pytest.mark.slow)])
-def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
+def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedEagle3Drafter, model)
-    engine = Engine(model, policy=policy_name, drafter=drafter)
-    # Whether drafting pays on this machine, and now, is another matter.
-    monkeypatch.setattr(Budget, "may_propose", lambda *given: True)
-    monkeypatch.setattr(Grafter, "goes_on", lambda grafter, number, reach, going: going)
+    engine = Engine(model, policy="graft", drafter=drafter)
     reports = []
     engine.target.progress = reports.append
-    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
-    expected = [Engine(model, policy="off").generate(prompt, max_new_tokens=12).ids for prompt in prompts]
     engine.warm_up(max_tokens=512, max_rows=4)
+    assert [report.words for report in reports][-2:] == ["drafter, 256 entries", "drafter, 512 entries"]
+    batch = engine.open([engine.new_sequences(prompt, SamplingSettings())[0] for prompt in (PROMPT, PROMPT * 9)])
     before = drafter.num_setups
-    assert before > 30 and [report.words for report in reports][-3:] == [f"drafter, {rows} rows" for rows in (1, 2, 4)]
-    for count in (1, 2, 3):
-        generations = engine.generate_batch(prompts[:count], max_new_tokens=12)
-        assert [generation.ids for generation in generations] == expected[:count]
-        assert sum(generation.stats.draft_passes for generation in generations) > 0
-    assert drafter.num_setups == before
+    prefill(engine, batch)
+    assert drafter.num_setups == before and batch.draft.lengths == [len(PROMPT) - 1, 9 * len(PROMPT) - 1]
+    batch.release()
 
 
 def test_a_warm_up_amid_drafts_does_not_change_them(plain, model):
@@ -436,11 +309,12 @@ def test_a_warm_up_amid_drafts_does_not_change_them(plain, model):
     for warms_up in (True, False):
         text = Text(model, SmallDrafter)
         cache, state = text.open(PROMPT)
-        text.levels(state, 2)
-        text.round(cache, state, [11], ahead=True)
+        text.round(cache, state, [11])
+        levels = text.drafter.levels(state, torch.zeros(1, dtype=torch.int64))
+        drafted = [next(levels), next(levels)]
         if warms_up:
-            text.drafter.warm_up(text.target, max_rows=2, keep=None)
-        found.append(text.levels(state))
+            text.drafter.warm_up(text.target, max_rows=2)
+        found.append([*drafted, next(levels)])
     assert_alike(*found)
 
 
@@ -537,12 +411,12 @@ def test_graphs_go_with_the_hidden_states_and_the_pools_that_they_read(plain, mo
             text.target._pool = None
         cache, state = text.open(PROMPT, [5, 6])
         text.levels(state)
-        text.round(cache, state, [11, 6], ahead=True)
+        text.round(cache, state, [11, 6])
         del cache, state
         gc.collect()  # what would be replayed is called here, and holds its buffers
         steps = text.drafter._captures.steps
         counts.append(len(steps))
-        reading.append(sum(key[1] in ("read", "ahead", "gather") for key in steps))
+        reading.append(sum(key[1] == "read" for key in steps))
     assert max(counts) == counts[0] and reading == [reading[0]] * 6 and reading[0] > 0
     assert len(text.drafter._buffers) == 1
 
@@ -566,69 +440,10 @@ def test_every_pass_that_is_timed_is_made(plain, monkeypatch, model):
     assert made == ["root", "expand"] * 3
 
 
-def test_a_device_is_one_level_ahead_of_who_may_stop_after_any(plain, monkeypatch, model):
-    text = Text(model, SmallDrafter)
-    _, state = text.open(PROMPT)
-    made, taken, num_made = noting_passes(text.drafter, monkeypatch), [], []
-    for level in text.drafter.levels(state, torch.zeros(1, dtype=torch.int64)):
-        taken.append(level)
-        num_made.append(len(made))
-    depth = SMALL_TREE.depth
-    assert num_made == [*range(2, depth + 2), depth + 1]
-    assert_alike(text.levels(text.open(PROMPT)[1], stops=range(depth)), taken)
-
-
-def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_each_level(plain, monkeypatch, model):
+def test_a_round_is_a_graph_for_the_entries_and_one_for_each_pass(plain, monkeypatch, model):
     text = Text(model, SmallDrafter)
     cache, state = text.open(PROMPT, [5, 6])
-    text.levels(state, 2)
     made = noting_passes(text.drafter, monkeypatch)
-    text.round(cache, state, [11, 6], ahead=True)
-    assert made == ["ahead", "root", "expand"]
-    text.levels(state, 2, stops=(1,))
-    assert made == ["ahead", "root", "expand"]
-
-
-@pytest.mark.parametrize("engines", [pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget], indirect=True)
-def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(engines, monkeypatch, model):
-    """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
-    on for all of them."""
-    own = [
-        {},
-        {"temperature": 1.0},
-        {"frequency_penalty": 0.7, "temperature": 0.8},
-        {"top_p": 0.7, "temperature": 1.2},
-        {"repetition_penalty": 1.4},
-        {"min_tokens": 9},
-        {},
-    ]
-    settings = [SamplingSettings(max_new_tokens=16, seed=row, **options) for row, options in enumerate(own)]
-    prompts = [PROMPT[row:] for row in range(len(own))]
-
-    def sequences_of(engine):
-        made = [engine.new_sequences(prompt, each)[0] for prompt, each in zip(prompts, settings, strict=True)]
-        made[-1].constraint = Never(7, 8, 9)
-        return made
-
-    alone = Engine(model, policy="off")
-    expected = sequences_of(alone)
-    for sequence in expected:
-        for _ in alone.rounds([sequence]):
-            pass
-    walked, ahead = [], []
-    choose, was_drafted_ahead = Sampler.choose, CapturedDrafter._was_drafted_ahead
-    monkeypatch.setattr(Sampler, "choose", lambda *given: (walked.append(list(given[2])), choose(*given))[1])
-    monkeypatch.setattr(
-        CapturedDrafter, "_was_drafted_ahead", lambda *given: ahead.append(was_drafted_ahead(*given)) or ahead[-1]
-    )
-    for kind in (Eagle3Drafter, SmallDrafter):
-        walked.clear()
-        engine = Engine(model, policy="dense", drafter=drafter_of(kind, model), budget=9)
-        sequences = sequences_of(engine)
-        for _ in engine.rounds(sequences):
-            pass
-        assert [sequence.new_ids for sequence in sequences] == [sequence.new_ids for sequence in expected]
-        assert sum(sequence.stats.accepted for sequence in sequences) > 0
-        assert walked[0] == [False, False, True, True, True, True, True]
-        assert any(not walks[5] for walks in walked if len(walks) == 7 and walks[2]), "not once it is long enough"
-    assert sum(ahead) > len(ahead) // 2, "the device goes on by itself"
+    text.round(cache, state, [11, 6])
+    text.levels(state, 3)
+    assert made == ["read", "root", "expand", "expand"]

@@ -9,10 +9,12 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from captured_parts import Small
-from graft import Engine
+from graft import Engine, SamplingSettings
+from graft.engine.device_rounds import needs_host
 from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner
+from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from heads import SMALL_TREE, make_head
 from scheduling import Asked
@@ -47,6 +49,23 @@ def plain_ids(model, prompts, monkeypatch, **options):
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
         eager.setattr("graft.engine.engine.BY_ITSELF", ())
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
+
+
+NEEDS_HOST = {
+    "logit_bias": {3: 1.0},
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "min_tokens": 2,
+    "logprobs": 0,
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_HOST)
+def test_rows_whose_choices_need_the_host_are_not_left_to_the_device(name):
+    both = [{"temperature": 0.8}, {"temperature": 0.8, name: NEEDS_HOST[name]}]
+    sequences = [TokenSequence(PROMPT, SamplingSettings(**options), []) for options in both]
+    assert list(map(needs_host, sequences)) == [False, True]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8, "top_k": 9}])

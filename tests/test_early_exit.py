@@ -185,7 +185,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     drafter = EarlyExitDrafter(model, 2, TREE)
     drafter._is_captured = True
     engine = Engine(model, policy="dense", drafter=drafter)
-    drafter.warm_up(engine.target, 3, None)
+    drafter.warm_up(engine.target, 3)
     batch = prefilled(engine, *PROMPTS)
     for level, same in zip(levels, draft(drafter, batch), strict=True):
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)

@@ -275,7 +275,7 @@ def _those_who_may_fail(frame):
         place, own = _place(frame), frame.f_locals
         if place == "/engine/engine.py:Engine._learn_prompts" and "part" in own:  # a prompt is taken in
             return {job for job in own_jobs(frame) if own["part"].batch.sequences[own["part"].row] in job.sequences}
-        if place == "/engine/engine.py:Engine._catch_up" and "sequence" in own:
+        if place == "/engine/engine.py:Engine._settle" and "sequence" in own:
             return {job for job in own_jobs(frame) if own["sequence"] in job.sequences}
         if place == "/engine/engine.py:Engine._extend" and "sequence" in own:
             sequence = own["sequence"]  # it takes in its tokens

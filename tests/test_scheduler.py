@@ -706,7 +706,7 @@ def test_a_cache_that_is_too_small_for_anything_is_refused():
 def test_listeners_are_told_while_the_device_works_and_of_the_end_at_once(schedule, monkeypatch):
     scheduler, order = schedule("off"), []
     target = scheduler.engine.target
-    for name in ("step", "wait_for"):
+    for name in ("step", "synchronize"):
         function = getattr(target, name)
 
         def note(*given, name=name, function=function):
@@ -717,4 +717,4 @@ def test_listeners_are_told_while_the_device_works_and_of_the_end_at_once(schedu
     asked = Asked(scheduler, "a", max_new_tokens=3, ignore_eos=True)
     asked.job.listener = lambda news: (order.append(f"told {len(news.ids)}"), asked.news.put(news))
     asked.wait()
-    assert order[-8:] == ["wait_for", "step", "told 1", "wait_for", "step", "told 1", "wait_for", "told 1"]
+    assert order[-8:] == ["synchronize", "step", "told 1", "synchronize", "step", "told 1", "synchronize", "told 1"]

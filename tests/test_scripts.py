@@ -3,10 +3,8 @@
 import ast
 import importlib
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +19,7 @@ from tiny import BYTE_VOCAB, tiny_model
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 DOCS = Path(__file__).parent.parent / "docs"
-WITH_TRITON = ("exactness", "host_time", "step_time", "tree_attention")
+WITH_TRITON = ("exactness", "step_time", "tree_attention")
 PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md", SCRIPTS / "README.md"])
 
 
@@ -70,17 +68,6 @@ def test_tree_building_finds_every_phase_that_it_times(monkeypatch, capsys):
     monkeypatch.setattr(verified, "likeliest", verified.likeliest)  # which it replaces
     run_script(monkeypatch, "tree_building.py", "--texts", "1")
     assert "- candidates" in capsys.readouterr().out
-
-
-def test_host_time_plays_rounds_with_trees():
-    pytest.importorskip("triton", reason="Triton is not installed, and without it there are no captured runners")
-    code = "import host_time, tiny; host_time.model_folder = str; "
-    code += "host_time.AutoTokenizer.from_pretrained = lambda _: tiny.byte_tokenizer(); host_time.main()"
-    command = [sys.executable, "-c", code, "--rows", "2", "--rounds", "4", "--warm-up", "2", "--answer", "100"]
-    paths = os.pathsep.join([str(SCRIPTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-    assert result.returncode == 0, result.stderr
-    assert "   2 rows" in result.stdout and "5.0 passes" in result.stdout
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])

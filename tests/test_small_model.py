@@ -355,7 +355,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
     drafter = SmallModelDrafter(model, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
-    drafter.warm_up(engine.target, 3, None)
+    drafter.warm_up(engine.target, 3)
     num_setups = drafter.num_setups
     batch = prefilled(engine, *PROMPTS)
     runner, graphs = batch.draft.runner, graphs_of(batch.draft.runner)

@@ -31,7 +31,7 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock, Stats
 from graft.settings import require
-from graft.spec_decode.acceptance import Accepted, Choices
+from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, DraftState, LevelByLevel, TreeSettings
@@ -77,9 +77,7 @@ class Recorder(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
-        drafted = islice(
-            self.drafter.passes(batch.draft, roots, keep=KEPT_OF_A_LEVEL, stops=()), self.drafter.max_passes
-        )
+        drafted = islice(self.drafter.passes(batch.draft, roots, keep=KEPT_OF_A_LEVEL), self.drafter.max_passes)
         self._levels = [level for levels in drafted for level in levels]
         candidates = self.new_candidates(batch, roots)
         for level in self._levels:
@@ -97,9 +95,6 @@ class Recorder(Policy):
             tree.score_bucket,
         )
         return DraftResult(hidden, [self.drafter.max_passes] * len(roots))
-
-    def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        """Do nothing: the device would follow paths that are not accepted here."""
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
@@ -191,16 +186,9 @@ class ReplayedDrafter(LevelByLevel):
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None: ...
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None: ...
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None: ...
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None: ...
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None: ...
 
     def learn(self, state: Any, verified: VerifyOutput, nodes: Any, tokens: Any) -> None: ...
 
@@ -209,7 +197,6 @@ class ReplayedDrafter(LevelByLevel):
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         trace, place = state.trace, state.place

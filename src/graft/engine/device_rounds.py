@@ -446,16 +446,15 @@ class DeviceRounds:
         learns: bool,
     ) -> None:
         size, columns = shape.tokens, buffers.columns
-        chosen: Tensor = buffers.step.best[:size]
+        chosen: Tensor = buffers.best[:size]
         if choice is not Choice.GREEDY:
             inputs, rows = round.inputs, shape.rows + 1
             ends = round.texts.lengths.index_select(0, inputs["table_rows"][:rows]).long()
-            names = ("temperatures", "top_k", "top_p", "min_p")
             chosen = torch.zeros(size, dtype=torch.int64, device=round.device)
             draw_kernels.draw(
                 *(buffers.logits[:size], columns[4, :size], columns[3, :size], inputs["seeds"][:rows], ends),
-                *(inputs[name][:rows] for name in names),
-                chosen,
+                *(inputs["temperatures"][:rows], inputs["top_k"][:rows], inputs["top_p"][:rows]),
+                *(inputs["min_p"][:rows], chosen),
                 truncates=choice is Choice.TRUNCATED,
             )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
@@ -486,8 +485,8 @@ class DeviceRounds:
         numbers = _sent(np.concatenate([columns.ravel(), by_row.ravel()]), buffers.columns.device)
         buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
         buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
-        step.chunks = [Part(part.tokens, part.index + first, part.counts, part.depths) for part in step.chunks]
-        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, buffers.step)
+        step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
+        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, True)
         return read
 
     def learn_prompt(self, verified: VerifyOutput, preceding: Sequence[int], salt: int) -> None:
@@ -605,7 +604,6 @@ class DeviceRounds:
             row.length += len(new)
             if draft_row is not None:
                 draft_row.length += len(new)
-                draft_row.root = new[-1]
             sequence.stats.draft_passes += num_passes
             seen = TreeRow(tree, None, number, names, None, common)
             _try(sequence, partial(sequence.extend, new, accepted, seen))

@@ -32,7 +32,7 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
 from graft.settings import check_size, require, require_known
-from graft.spec_decode.acceptance import Accepted, choose_ahead, walk
+from graft.spec_decode.acceptance import Accepted, walk
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
 from graft.spec_decode.policies.base import DraftResult
 from graft.spec_decode.policies.graft import Graft
@@ -315,14 +315,11 @@ class Engine:
         with clock("verify") as verify_time:
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
             assert verified is not None
-            choices = choose_ahead(tree, verified, batch.chooser)
-            if choices is not None and speculates:
-                self.policy.draft_ahead(batch, verified, choices)
-            self._catch_up(batch)
+            self._settle(batch)
             meanwhile()
-            self.target.wait_for(verified)  # the walk would wait for it; here the time counts as the verify's
+            self.target.synchronize()  # the walk would wait for it; here the time counts as the verify's
         with clock("accept"):
-            accepted = walk(tree, verified, batch.chooser, choices)
+            accepted = walk(tree, verified, batch.chooser)
             self.target.commit(batch.cache, accepted.nodes)
         with clock("learn"):
             if speculates:
@@ -393,8 +390,7 @@ class Engine:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run a step of prompt chunks alone."""
         _, read = self.target.step(None, None, [part.chunk for part in chunks])
-        self.policy.catch_up()
-        self.target.wait_for(read[0])
+        self.target.synchronize()
         self._learn_prompts(chunks, read)
 
     def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
@@ -421,9 +417,8 @@ class Engine:
         if self.policy.drafter is not None:
             self.policy.drafter.read(part.batch.draft, part.row, verified, following)
 
-    def _catch_up(self, batch: Batch) -> None:
-        """The host's work while the device computes; no request waits for it."""
-        self.policy.catch_up()
+    def _settle(self, batch: Batch) -> None:
+        """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""
         for sequence in batch.sequences:
             try:
                 sequence.settle()
@@ -445,7 +440,6 @@ class Engine:
             self.prefill(next_chunks(((batch, row) for row in waiting), self.target.chunk_size))
             _raise_failure(batch)
             waiting = [row for row in waiting if batch.next_chunk(row, 1).tokens]
-        self.policy.catch_up()
         if self.prefix_cache:  # now, because a cancelled answer keeps nothing
             for row in row_of.values():
                 self.keep_pages(batch, row)
@@ -512,7 +506,7 @@ class Engine:
         """
         self.target.warm_up(max_tokens)
         if self.drafter is not None:
-            self.drafter.warm_up(self.target, max_rows, self.policy.kept_of_a_level)
+            self.drafter.warm_up(self.target, max_rows)
         self.policy.prepare()
         self.policy.measure()
         if self.device_rounds is not None:

@@ -37,7 +37,6 @@ from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
 from graft.model.overrides import evaluating
 from graft.model.sampler import SamplingSettings
 from graft.model.support import check_supported
-from graft.model.verified import Step
 from graft.request.batch import Batch
 from graft.request.sequence import FinishReason, Sequence
 from graft.request.stats import Stats
@@ -337,12 +336,6 @@ class _ProcessorChooser:
             for sequence, row, walks in zip(self._rows, logits, walking, strict=True)
         ]
         return torch.tensor(tokens)
-
-    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
-        """Does nothing: processors need the earlier tokens, which differ from node to node."""
-
-    def advance(self, counts: SequenceOf[int]) -> None:
-        raise NotImplementedError("nothing is chosen everywhere")
 
     def coming_draws(self) -> ComingDraws | None:
         rows = [row.coming_draws(self._temperature) for row in self._rows]

@@ -41,7 +41,7 @@ from graft.model.layout import Layout
 from graft.model.llama import FastLayers, Rotary, hooked_module, why_not
 from graft.model.runner import TargetRunner, concat_hidden, outputs_of
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
-from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
+from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
 from graft.progress import Report
 from graft.tree.tree import DraftTree
 
@@ -75,22 +75,10 @@ class StepBuffers:
         num_highest = min(NUM_SUCCESSORS, vocab_size)
         self.logits = torch.empty(room, vocab_size, device=device)  # float32
         self.hidden = like.new_zeros(room, num_hidden)
-        # The likeliest tokens after each token and their logits, [room, k]: on the device, and on the host.
+        self.best = torch.zeros(room, dtype=torch.int32, device=device)  # the likeliest token after each
+        # The likeliest tokens after each token and their logits, [room, k].
         self.top_tokens = torch.zeros(room, num_highest, dtype=torch.int32, device=device)
         self.top_logits = torch.zeros(room, num_highest, device=device)
-        self.best_tokens = pinned_zeros((room, num_highest), torch.int32, device)
-        self.best_logits = pinned_zeros((room, num_highest), torch.float32, device)
-        self.step = Step(
-            tokens=self.columns[0],
-            parents=self.columns[1],
-            rows=self.columns[4],
-            depths=self.columns[3],
-            starts=self.by_row[0],
-            counts=self.by_row[1],
-            best=torch.zeros(room, dtype=torch.int32, device=device),
-            chosen=pinned_zeros((room,), torch.int64, device),
-            ready=Event(device),
-        )
 
     @property
     def is_in_use(self) -> bool:
@@ -98,7 +86,7 @@ class StepBuffers:
 
     def outputs_of(self, step: FlatStep) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """The output of the step that was run last."""
-        tree, chunks = outputs_of(step, self.logits, self.hidden, (self.best_tokens, self.best_logits), self.step)
+        tree, chunks = outputs_of(step, self.logits, self.hidden, (self.top_tokens, self.top_logits), True)
         self._outputs = [weakref.ref(output) for output in (tree, *chunks) if output is not None]
         return tree, chunks
 
@@ -126,15 +114,10 @@ class StepBuffers:
         size = len(logits)
         self.logits[:size].copy_(logits)
         self.hidden[:size].copy_(hidden)
-        tokens, values, _ = topk_kernels.highest(self.logits[:size], self.best_tokens.shape[1])
-        self.step.best[:size].copy_(tokens[:, 0])
+        tokens, values, _ = topk_kernels.highest(self.logits[:size], self.top_tokens.shape[1])
+        self.best[:size].copy_(tokens[:, 0])
         self.top_tokens[:size].copy_(tokens)
         self.top_logits[:size].copy_(values)
-
-    def send_highest(self, size: int) -> None:
-        """Send the top-k tokens of a step to the host."""
-        self.best_tokens[:size].copy_(self.top_tokens[:size], non_blocking=True)
-        self.best_logits[:size].copy_(self.top_logits[:size], non_blocking=True)
 
 
 class CommitBuffers:
@@ -405,8 +388,6 @@ class CapturedTarget(TargetRunner):
             run = self.captured_step(buffers, tables, size, max([row.length for row in step.rows], default=0))
             if run is not None:
                 run()
-                buffers.send_highest(size)
-                buffers.step.ready.record()
                 outputs = buffers.outputs_of(step)
         if run is None:
             return super().step(cache, tree, chunks, num_already_run)

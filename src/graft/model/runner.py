@@ -19,7 +19,7 @@ from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
-from graft.model.verified import Step, VerifyOutput
+from graft.model.verified import VerifyOutput
 from graft.progress import Report
 from graft.settings import require
 from graft.tree.tree import DraftTree
@@ -90,13 +90,6 @@ class TargetRunner:
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def wait_for(self, verified: VerifyOutput) -> None:
-        """Wait for the output of a verify step, but not for later work on the device."""
-        if verified.step is not None:
-            verified.step.ready.wait()
-        else:
-            self.synchronize()
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -190,7 +183,7 @@ class TargetRunner:
         for start in range(0, len(tokens), self.chunk_size):
             chunk = Chunk(cache.rows[row], tokens[start : start + self.chunk_size])
             _, (verified,) = self.step(None, None, [chunk])
-            self.wait_for(verified)
+            self.synchronize()
             yield verified
 
     def verify(self, cache: KVCache, tree: DraftTree, num_already_run: int = 0) -> VerifyOutput:
@@ -298,12 +291,12 @@ def outputs_of(
     logits: Tensor,
     hidden: Tensor,
     highest: tuple[Tensor, Tensor] | None = None,
-    captured: Step | None = None,
+    is_captured: bool = False,
 ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
     """Split a flat step's output: the trees' part, and each chunk's."""
 
     def of(part: Part) -> VerifyOutput:
-        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, captured, part.depths)
+        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, is_captured)
 
     return of(step.tree) if step.tree is not None else None, [of(part) for part in step.chunks]
 

@@ -11,7 +11,6 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from graft.model.grammar import Constraint
 from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
-from graft.model.verified import Step
 from graft.settings import Settings, require
 
 _DEFAULT_NEW_TOKENS = 256
@@ -158,18 +156,6 @@ class Chooser(Protocol):
         """Choose the next tokens [B] from logits [B, V]. Only rows that are `walking` advance by one token."""
         ...
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        """Choose a token [T] after every token of a step's trees, and say for which rows the choice is valid.
-
-        It is not valid in rows where it depends on the path to the token (penalties, a grammar). None: in no row.
-        logits [T, V]: of the trees' tokens. Work is queued on the logits' device without waiting. No row advances.
-        """
-        ...
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Advance each row by so many of the tokens that `choose_everywhere` gave."""
-        ...
-
     def coming_draws(self) -> ComingDraws | None:
         """What is known of the rows' next draws before the target has run; None: nothing, or all rows are greedy."""
         ...
@@ -200,11 +186,6 @@ class Sampler:
         self._columns: dict[str, Tensor] = {}  # [B] settings on the device, made on demand
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
-        self._is_known = [
-            _needs_logits_alone(s) and c is None for s, c in zip(settings, self._constraints, strict=True)
-        ]
-        self._needs_draw = [bool(s.temperature > 0 or s.logit_bias) for s in settings]  # else the highest logit
-        self._too_early = [s.min_tokens > 0 for s in settings]  # whether the answer may not end yet
         self._ends = [(*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids) for s in settings]
         # Values that change with every token are plain numbers on the host.
         self._positions = [len(h) for h in histories]  # of the token to choose
@@ -276,38 +257,6 @@ class Sampler:
         self._remember(tokens, walking)
         return tokens
 
-    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        num_tokens = len(logits)
-        is_known = self._is_known
-        if any(self._too_early):
-            is_known = [known and not early for known, early in zip(is_known, self._too_early, strict=True)]
-        if not any(is_known):
-            return None
-        if not any(compress(self._needs_draw, is_known)):
-            return step.best[:num_tokens], is_known
-        from graft.model.kernels import draw as draw_kernels  # needs Triton: only on GPUs
-
-        positions = torch.tensor(self._positions)
-        if logits.is_cuda:
-            positions = positions.pin_memory()  # otherwise the transfer would wait for the device
-        chosen = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
-        with torch.cuda.device_of(logits):
-            draw_kernels.draw(
-                logits,
-                step.rows[:num_tokens],
-                step.depths[:num_tokens],
-                self._column("seed"),
-                positions.to(logits.device, non_blocking=True),
-                self._column("temperature"),
-                self._column("top_k"),
-                self._column("top_p"),
-                self._column("min_p"),
-                chosen,
-                bias=self._bias,
-                truncates=any(map(_truncates, self._settings)),
-            )
-        return chosen, is_known
-
     def coming_draws(self) -> ComingDraws | None:
         rows = [self._coming_draws_of(row) for row in range(len(self._settings))]
         return ComingDraws(rows) if any(rows) else None
@@ -318,13 +267,6 @@ class Sampler:
             return None
         assert s.seed is not None
         return RowDraws(s.seed, self._positions[row], s.temperature, s.logit_bias, self._ends[row], num_unending)
-
-    def advance(self, counts: Sequence[int]) -> None:
-        self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
-        self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
-        if any(self._too_early):
-            pairs = zip(self._generated, self._settings, strict=True)
-            self._too_early = [number < settings.min_tokens for number, settings in pairs]
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after bias, penalties and min_tokens."""
@@ -337,8 +279,9 @@ class Sampler:
             presence, frequency = (self._column(name)[:, None] for name in ("presence_penalty", "frequency_penalty"))
             logits = logits - presence * (self._counts > 0) - frequency * self._counts
         if self._endings is not None:
-            too_early = torch.tensor(self._too_early, device=logits.device)[:, None]
-            logits = logits.masked_fill(self._endings & too_early, -torch.inf)
+            pairs = zip(self._generated, self._settings, strict=True)
+            too_early = torch.tensor([number < s.min_tokens for number, s in pairs], device=logits.device)
+            logits = logits.masked_fill(self._endings & too_early[:, None], -torch.inf)
         return logits
 
     def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
@@ -360,8 +303,10 @@ class Sampler:
         return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
-        self.advance(walking)
         rows = [row for row, walks in enumerate(walking) if walks]
+        for row in rows:
+            self._positions[row] += 1
+            self._generated[row] += 1
         if self._seen is not None:
             self._seen[rows, tokens[rows]] = True
         if self._counts is not None:
@@ -374,11 +319,6 @@ class Sampler:
 
 def _truncates(s: SamplingSettings) -> bool:
     return bool(s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p))
-
-
-def _needs_logits_alone(s: SamplingSettings) -> bool:
-    """Whether a row's choice depends on no earlier tokens: then the device can make it at every node at once."""
-    return not (s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
 
 
 def _is_int(value: object) -> bool:

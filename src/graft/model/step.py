@@ -37,7 +37,6 @@ class Part:
     tokens: Tensor  # [B, W] on the host
     index: Tensor  # [B, W] int64 on the host: indices into the step's tokens; padding has its row's root
     counts: list[int]  # [B] tokens, padding not counted
-    depths: list[int]  # [B] depth of each row's deepest token
 
 
 class FlatStep:
@@ -85,12 +84,7 @@ class FlatStep:
             ctypes.addressof(total),
         )
         self.num_tokens = total.value
-        starts, counts = self.by_row[:2, :num_rows]
-        if width == 1:
-            self.tree = Part(tree.tokens, index, [1] * num_rows, [0] * num_rows)
-            return
-        deepest = np.maximum.reduceat(self.columns[3, : self.num_tokens], starts)
-        self.tree = Part(tree.tokens, index, counts.tolist(), deepest.tolist())
+        self.tree = Part(tree.tokens, index, self.by_row[1, :num_rows].tolist())
 
     def _add_chunk(self, number: int, given: Sequence[int]) -> None:
         start, count = self.num_tokens, len(given)
@@ -101,7 +95,7 @@ class FlatStep:
         self.columns[4, start:end] = number
         self.columns[5, start:end] = np.where(places + 1 < count, places + 1, -count)
         self.by_row[:2, number] = start, count
-        self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count], [count - 1]))
+        self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count]))
         self.num_tokens = end
 
     def skip_already_run(self, num_already_run: int) -> np.ndarray:
@@ -112,7 +106,7 @@ class FlatStep:
         assert self.tree is not None and not self.chunks
         is_new = self.columns[2, : self.num_tokens] >= num_already_run
         index = torch.from_numpy(np.cumsum(is_new) - 1)[self.tree.index]
-        self.tree = Part(self.tree.tokens, index, self.tree.counts, self.tree.depths)
+        self.tree = Part(self.tree.tokens, index, self.tree.counts)
         return is_new
 
     @property

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from graft.model.captures import Event
-
 NUM_SUCCESSORS = 8  # top-k successors of a verified token that tables keep: the best value of the published method
 _BLOCK = 128  # logits in a block of `likeliest`
-
-
-@dataclass(frozen=True)
-class Step:
-    """Buffers of a captured step: T tokens of R rows, trees first. On the device unless noted."""
-
-    tokens: Tensor  # [T] int32
-    parents: Tensor  # [T] int32 places in the row's own tree
-    rows: Tensor  # [T] int32
-    depths: Tensor  # [T] int32
-    starts: Tensor  # [R] int32 each row's first token
-    counts: Tensor  # [R] int32
-    best: Tensor  # [T] int32 the likeliest token after each
-    chosen: Tensor  # [T] int64 on the host: buffer for the token chosen after each
-    ready: Event  # happens when the step's results are on the host
 
 
 @dataclass(frozen=True)
@@ -42,19 +22,18 @@ class VerifyOutput:
     counts: list[int]  # [B] tokens, padding not counted
     logits: Tensor  # [T, V] float32, for the token after each token of the step
     hidden: Tensor  # [T, layers * H] inputs of the requested layers, concatenated
-    # Captured steps only: `likeliest` of all tokens, on the host once `step.ready` has happened.
+    # Captured steps only: the top-k successors of all tokens, and their logits, as the step left them on the device.
     highest: tuple[Tensor, Tensor] | None = None
-    step: Step | None = None
-    depths: Sequence[int] = ()  # [B] depth of each row's deepest token
+    is_captured: bool = False  # a captured step, whose output is always at the same place
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
-        if self.highest is not None:
-            tokens, logits = self.highest
-            return _at(tokens, self.index), _at(logits, self.index)
         # A part's tokens stand together in the step.
         first, end = int(self.index[0, 0]), int(self.index[-1, 0]) + self.counts[-1]
-        tokens, logits = likeliest(self.logits[first:end])
+        if self.highest is not None:
+            tokens, logits = (part[first:end] for part in self.highest)
+        else:
+            tokens, logits = likeliest(self.logits[first:end])
         return _at(tokens.cpu().int(), self.index - first), _at(logits.cpu(), self.index - first)
 
 

@@ -27,7 +27,7 @@ class Efficiency(Settings):
     launch: float = 3.3e-6  # per kernel of a CUDA graph: 309 kernels of smollm2-135m take 1.01 ms besides reading
     plain_host: float = 0.14e-3  # host time of a plain round of one row
     host: float = 1.3e-3  # host time of a round with a tree, and everything else that the roofline omits
-    host_growth: float = 1 / 3  # host times grow with this power of the rows (benchmarks/host_time.py)
+    host_growth: float = 1 / 3  # host times grow with this power of the rows (docs/plan.md)
     nvlink_latency: float = 10e-6  # per all-reduce, assumed
     pcie_latency: float = 30e-6  # per all-reduce, assumed
 

@@ -8,7 +8,6 @@ plain decoding (a tree of one node).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,74 +33,12 @@ class Accepted:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The token chosen after each node, in case the walk reaches it; in rows already walked, on their paths only."""
-
-    there: Tensor  # [T] after each of the step's tokens, on the device
-    flat: Tensor  # [T] int64 the same on the host, valid after the event `Step.ready`
-    index: Tensor  # [B, N] each node's place among the step's tokens
-    walked: list[bool]  # rows whose walk is over, so that their chooser has advanced
-
-    @property
-    def here(self) -> Tensor:
-        """[B, N] int64 on the host."""
-        return self.flat.index_select(0, self.index.flatten()).view_as(self.index)
-
-
-def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Choices | None:
-    """Choose the token after every node of a captured step at once, on the device; None where no row can.
-
-    Rows whose choices depend on earlier tokens of the path are walked here, choice by choice, and wait for the device.
-    So the next round's drafting can begin for all rows before the host has walked the others.
-    """
-    step = verified.step
-    if step is None:
-        return None
-    num_tokens = sum(verified.counts)  # trees come first
-    found = chooser.choose_everywhere(verified.logits[:num_tokens], step)
-    if found is None:
-        return None
-    there, is_known = found
-    walked = [not known for known in is_known]
-    if any(walked):
-        there = _with_walked(there, _walk_rows(tree, verified, chooser, walked), walked, verified.index)
-    flat = step.chosen[:num_tokens]
-    flat.copy_(there, non_blocking=True)
-    step.ready.record()
-    return Choices(there, flat, verified.index, walked)
-
-
-def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool], index: Tensor) -> Tensor:
-    """The choices [T], with the tokens of walked rows at the nodes of their paths."""
-    places, tokens = [], []
-    for row in (row for row, was in enumerate(walked) if was):
-        places += index[row, [0, *accepted.nodes[row]]].tolist()
-        tokens += accepted.tokens[row]
-    there = there.clone()
-    there[torch.tensor(places, device=there.device)] = torch.tensor(tokens, dtype=there.dtype, device=there.device)
-    return there
-
-
-def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Choices | None = None) -> Accepted:
+def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Accepted:
     """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
-    if choices is None:
-        return _walk_rows(tree, verified, chooser, [True] * len(tree.tokens))
-    if tree.width == 1:  # roots alone: each row gets the token after its root
-        tokens = choices.flat.tolist()
-        accepted = Accepted([[] for _ in tokens], [[token] for token in tokens])
-    else:
-        accepted = paths(tree, choices.here)
-    chooser.advance([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
-    return accepted
-
-
-def _walk_rows(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
-    """Walk some rows, choice by choice; the lists of the others stay empty."""
     logits, index = verified.logits, verified.index
     num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
-    node, walking = [0] * num_rows, list(rows_to_walk)
+    node, walking = [0] * num_rows, [True] * num_rows
     while any(walking):
         places = index[torch.arange(num_rows), torch.tensor(node)].to(logits.device)
         tokens = chooser.choose(logits[places], walking).tolist()

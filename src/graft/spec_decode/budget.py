@@ -107,8 +107,6 @@ class Budget:
         gets in every round; then only the number of draft passes is decided."""
         self.step = step
         self.drafting = SecondsByRows()  # of a draft pass
-        self.ahead = SecondsByRows()  # that a round waits for draft passes launched before it began
-        self.num_ahead = 1  # the number of these passes, lately
         self.host, self.plain_host = SecondsByRows(), SecondsByRows()  # of the host, in rounds with proposals and plain
         self.max_passes = num_passes
         self.passes = PassGains(num_passes)  # of one row
@@ -141,13 +139,9 @@ class Budget:
             return self.drafting.at(num_rows)
         return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
 
-    def proposal_seconds(self, num_rows: int, num_passes: int, has_ahead: bool = False) -> float:
-        """Expected seconds that proposing adds to a round, without verifying its nodes.
-
-        num_passes: draft passes made in the round. has_ahead: the round also waits for passes launched before it.
-        """
+    def proposal_seconds(self, num_rows: int, num_passes: int) -> float:
+        """Expected seconds that proposing, with so many draft passes, adds to a round. Without verifying the nodes."""
         more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0) if self.fixed is None else 0.0
-        more += self.ahead.at(num_rows) if has_ahead else 0.0
         return more + num_passes * self.pass_seconds(num_rows)
 
     def rate(self, num_rows: int) -> float:
@@ -221,12 +215,9 @@ class Budget:
         """
         rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
         gains = self.passes_of(num_rows).of_further(num_done, reach)
-        # If rounds draft regularly, the device launches the first passes ahead where it can: all of them or none.
-        ahead = self.num_ahead if num_done == 0 and self.ahead.is_known else 0
-        start = self.ahead.at(num_rows) if ahead else 0.0
         for count, gain in enumerate(gains, start=1):
-            net_tokens = self._acceptance_ratio * gain - rate * (start + max(count - ahead, 0) * own)
-            if net_tokens > most and count >= min(ahead, len(gains)):
+            net_tokens = self._acceptance_ratio * gain - rate * count * own
+            if net_tokens > most:
                 best, most = count, net_tokens
         return best
 
@@ -235,7 +226,6 @@ class Budget:
     def observe_no_pass(self, num_rows: int) -> None:
         """Learn from a round that proposed without a draft pass: passes are not given up for ever."""
         self.passes_of(num_rows).observe_none()
-        self.ahead.observe_none(num_rows)
 
     def observe(
         self,
@@ -244,17 +234,15 @@ class Budget:
         size: TreeSize | None,
         num_passes: int,
         num_prefill_tokens: int = 0,
-        has_ahead: bool = False,
     ) -> None:
         """Learn from a round.
 
-        num_tokens: new tokens, all rows together. size: None if the round was plain. num_passes, has_ahead: see
-        `proposal_seconds`.
+        num_tokens: new tokens, all rows together. size: None if the round was plain.
         """
         time, profit = 1.0, 0.0
         if size is not None:
             plain, verifying = self.plain_seconds(num_rows), 0.0
-            proposing = self.proposal_seconds(num_rows, num_passes, has_ahead)
+            proposing = self.proposal_seconds(num_rows, num_passes)
             if self.fixed is None:  # as is known now, with this round's time
                 base = num_rows + num_prefill_tokens
                 verifying = self.step.seconds(base + size.num_nodes) - self.step.seconds(base)
@@ -308,7 +296,6 @@ class Budget:
     def _by_rows(self) -> dict[str, SecondsByRows]:
         return {
             "pass_by_rows": self.drafting,
-            "ahead_by_rows": self.ahead,
             "host_by_rows": self.host,
             "plain_host_by_rows": self.plain_host,
         }

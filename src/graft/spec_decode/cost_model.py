@@ -229,13 +229,6 @@ class SecondsByRows:
         clipped = min(seconds, CLIP * mean if count else most)
         self._means[row_class(num_rows)] = (mean + max(1 / (1 + count), WEIGHT) * (clipped - mean), count + 1)
 
-    def observe_none(self, num_rows: int) -> None:
-        """Lower the mean a little (optimism), because this work was not tried in a round."""
-        if self._means:
-            own = row_class(num_rows)
-            _, count = self._means.get(own, (0.0, 0))  # without observations, the first one will replace it
-            self._means[own] = (self.at(num_rows) * (1 - OPTIMISM), count)
-
     def state(self) -> Tensor:
         """[n, 3] class, mean and count."""
         return torch.tensor([(own, *known) for own, known in self._means.items()]).double()
@@ -250,8 +243,7 @@ def time_pass(drafter: Drafter, target: TargetRunner) -> float:
     try:
         state = drafter.open(cache)
         for _ in range(3):
-            state = state.select([0])  # forgets the drafts, so that they are made again
-            passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # without passes made ahead
+            passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64))
             if drafter.max_passes > 1:  # the first expands no beams yet, so the others cost more
                 float(next(passes)[-1].probabilities[0, 0])  # waits for the device
             start = time.perf_counter()

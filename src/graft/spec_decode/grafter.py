@@ -14,13 +14,11 @@ Our own engine runs it through `policies/graft.py`; other engines bring their ow
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,30 +63,11 @@ class Round:
     passes: list[int]  # by row
     # By pass: P(one of the beams that it expanded is accepted), summed over its rows.
     reaches: list[float] = field(default_factory=list)
-    num_ahead: int = 0  # passes launched before the round began, and used
-    ahead_seconds: float = 0.0  # waited for these
-    further_seconds: float = 0.0  # of all other passes
+    draft_seconds: float = 0.0  # of all passes
     size: TreeSize | None = None
     tree: DraftTree | None = None
     paths: Tensor | None = None  # [B, W] path probabilities of the tree's nodes
     kinds: list[int] | None = None  # of rows, see `ComingDraws`; None: all are greedy
-
-    @property
-    def num_further(self) -> int:
-        """Passes made in the round itself."""
-        return max(max(self.passes) - self.num_ahead, 0)
-
-
-class _Outcome(NamedTuple):
-    """A finished round, to learn from."""
-
-    tree: DraftTree
-    accepted: Accepted
-    round: Round | None  # None if plain
-    num_prefill_tokens: int
-    step_seconds: float
-    round_seconds: float  # since the end of the round before; 0 if there was none
-    is_time_usual: bool  # whether the budget may learn these times
 
 
 class Grafter:
@@ -123,7 +102,6 @@ class Grafter:
             sampled_priors.extend(map(by_noise, retriever.prior) if retriever.splits_by_noise else retriever.prior)
         self.sources = tuple(names)
         self.calibration, self.path_calibration = Calibration(priors, sampled_priors), PathCalibration()
-        self._unlearned: _Outcome | None = None  # the last round, not learned from yet
 
     # Decisions
 
@@ -194,37 +172,28 @@ class Grafter:
         """Whether `begin` gives a round."""
         return self._max_nodes(caps, max_depth, num_prefill_tokens) > 0
 
-    def wants_passes(self, num_rows: int) -> bool:
-        """Whether to launch draft passes for the next round before it begins."""
-        return self.budget.may_propose(num_rows) and any(self.goes_on(0, [1.0] * num_rows, [True] * num_rows))
-
     def draft(
         self,
         round: Round,
         passes: Iterator[Sequence[Level]],
         num_beams: int,
-        num_ahead: int = 0,
-        is_decided: bool = False,
-        max_passes: int = sys.maxsize,
+        num_made: int | None = None,
         rows: Sequence[bool] | None = None,
     ) -> None:
-        """Add drafted levels to the candidates: those of passes launched ahead, and of further ones while they pay.
+        """Add drafted levels to the candidates, while passes pay.
 
-        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_ahead: passes
-        launched before the round began; the step waits for them, used or not. is_decided: before they were launched it
-        was decided that they pay. max_passes: a limit below the drafter's own. rows: the rows to draft for; None: all.
+        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_made: passes that
+        another engine has made already: all of them are taken, and no others. rows: the rows to draft for; None: all.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
         caps = round.caps if rows is None else [cap if own else 0 for cap, own in zip(round.caps, rows, strict=True)]
         first = candidates.width - 1  # retrieved nodes, which levels do not count when they number their parents
-        start, ahead_until = time.perf_counter(), None
-        for number in range(min(max_passes, self.budget.max_passes)):
-            if number == num_ahead:
-                ahead_until = time.perf_counter()
+        start = time.perf_counter()
+        for number in range(self.budget.max_passes if num_made is None else num_made):
             going = [count == number and cap > 0 for count, cap in zip(round.passes, caps, strict=True)]
-            if number >= num_ahead or (number == 0 and not is_decided):
+            if num_made is None:
                 going = self.goes_on(number, reach, going)
             if depth >= round.max_depth or not any(going):
                 break
@@ -237,10 +206,7 @@ class Grafter:
             for row in compress(range(num_rows), going):
                 round.passes[row] += 1
                 reach[row] = reached[row]
-        end = time.perf_counter()
-        ahead_until = ahead_until or end
-        round.num_ahead = min(num_ahead, max(round.passes))
-        round.ahead_seconds, round.further_seconds = ahead_until - start, end - ahead_until
+        round.draft_seconds = time.perf_counter() - start
         if not any(round.passes):
             self.budget.observe_no_pass(num_rows)
 
@@ -271,14 +237,22 @@ class Grafter:
         is_time_usual: bool = True,
         num_prefill_tokens: int = 0,
     ) -> None:
-        """Learn from a finished round, whose step took `seconds`; mostly when `catch_up` is called, or the next round.
+        """Learn from a finished round, whose step took `seconds`.
 
         round: None if it was plain. tree: what was verified. round_seconds: since the end of the round before, 0 if
         there was none. is_time_usual: whether the budget may learn these times.
         """
-        self.catch_up()
-        is_usual = self.adapts and is_time_usual
-        self._unlearned = _Outcome(tree, accepted, round, num_prefill_tokens, seconds, round_seconds, is_usual)
+        num_rows = len(accepted)
+        if round is not None:
+            self.calibrate(round.candidates, accepted)
+            self._learn_pass_gains(round)
+            # A fixed budget does not use it, and a grammar may have pruned the tree.
+            if self.adapts and round.tree is tree and round.paths is not None:
+                self.path_calibration.observe(round.paths, accepted.nodes)
+        if self.adapts and is_time_usual:
+            self._learn_costs(round, tree, seconds, round_seconds, num_prefill_tokens)
+        size, num_passes = (round.size, max(round.passes)) if round is not None else (None, 0)
+        self.budget.observe(num_rows, sum(map(len, accepted.tokens)), size, num_passes, num_prefill_tokens)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
         """Learn the target's top-k successors of verified tokens."""
@@ -290,16 +264,6 @@ class Grafter:
         for retriever in self.retrievers:
             retriever.finish(history)
 
-    def catch_up(self) -> None:
-        """Do postponed learning."""
-        outcome, self._unlearned = self._unlearned, None  # first, so that a failure does not repeat in every round
-        if outcome is None:
-            return
-        if outcome.round is not None:
-            self.calibrate(outcome.round.candidates, outcome.accepted)
-            self._learn_pass_gains(outcome.round)
-        self._learn_outcome(outcome)
-
     def _learn_pass_gains(self, round: Round) -> None:
         """Learn what each pass brought: the value of the round's candidates with fewer passes."""
         if round.reaches:
@@ -308,43 +272,23 @@ class Grafter:
             values = round.candidates.values_by_need(len(round.reaches), *costs, round.caps, self._path_ratios)
             self.budget.passes_of(num_rows).observe(round.reaches, values)
 
-    def _learn_outcome(self, outcome: _Outcome) -> None:
-        """Learn a round's acceptance and costs."""
-        num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
-        # A fixed budget does not use it, and a grammar may have pruned the tree.
-        if self.adapts and round is not None and round.tree is outcome.tree and round.paths is not None:
-            self.path_calibration.observe(round.paths, accepted.nodes, round.kinds)
-        if outcome.is_time_usual:
-            self._learn_costs(outcome)
-        num_tokens = sum(map(len, accepted.tokens))
-        if round is None:
-            self.budget.observe(num_rows, num_tokens, None, 0, outcome.num_prefill_tokens)
-        else:
-            more = (round.num_further, outcome.num_prefill_tokens, round.num_ahead > 0)
-            self.budget.observe(num_rows, num_tokens, round.size, *more)
-
-    def _learn_costs(self, outcome: _Outcome) -> None:
-        budget, num_rows, round, seconds = self.budget, len(outcome.accepted), outcome.round, outcome.step_seconds
-        base = num_rows + outcome.num_prefill_tokens
-        budget.step.observe(base + sum(outcome.tree.num_nodes), seconds, least=base)
-        drafting = round.ahead_seconds + round.further_seconds if round is not None else 0.0
-        if outcome.round_seconds and not outcome.num_prefill_tokens:  # the rest is neither the step nor drafting
+    def _learn_costs(
+        self, round: Round | None, tree: DraftTree, seconds: float, round_seconds: float, num_prefill_tokens: int
+    ) -> None:
+        budget, num_rows = self.budget, len(tree.tokens)
+        base = num_rows + num_prefill_tokens
+        budget.step.observe(base + sum(tree.num_nodes), seconds, least=base)
+        drafting = round.draft_seconds if round is not None else 0.0
+        if round_seconds and not num_prefill_tokens:  # the rest is neither the step nor drafting
             host = budget.host if round is not None else budget.plain_host
-            host.observe(num_rows, max(outcome.round_seconds - seconds - drafting, 0.0), most=seconds)
-        if round is None:
-            return
-        if round.num_ahead:
-            budget.ahead.observe(num_rows, round.ahead_seconds, most=seconds)
-            budget.num_ahead = round.num_ahead
-        # If passes are usually launched ahead, a first one that was not includes other work.
-        if round.num_further and (round.num_ahead or not budget.ahead.is_known):
-            budget.drafting.observe(num_rows, round.further_seconds / round.num_further, most=seconds)
+            host.observe(num_rows, max(round_seconds - seconds - drafting, 0.0), most=seconds)
+        if round is not None and any(round.passes):
+            budget.drafting.observe(num_rows, drafting / max(round.passes), most=seconds)
 
     # State
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name."""
-        self.catch_up()
         counts = self.calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
         retrieved = {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
@@ -359,7 +303,6 @@ class Grafter:
         """Restore everything learned from `state`; missing parts start anew."""
         for retriever in self.retrievers:
             retriever.restore(state)
-        self._unlearned = None
         self._restore_calibration(part_of(state, "calibration"))
         self.path_calibration.restore(part_of(state, "paths"))
         self.budget.passes.restore(part_of(state, "prospect"))
@@ -377,7 +320,6 @@ class Grafter:
         self.calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        self.catch_up()
         return self.budget.costs()
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:

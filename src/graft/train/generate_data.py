@@ -93,8 +93,8 @@ class BatchDecoder:
                     room -= end - row.length
             if not chunks:
                 return
-            _, read = self._target.step(None, None, chunks)
-            self._target.wait_for(read[0])
+            self._target.step(None, None, chunks)
+            self._target.synchronize()
 
     def _next(self, tokens: Tensor, temperature: float) -> Tensor:
         """The next tokens [B], on the host."""

@@ -1,6 +1,6 @@
 """Gates: a row's drafting stops at certain depths if the q of its likeliest path is at most a threshold."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress, islice
 
@@ -64,8 +64,7 @@ def draft_through_gates(
     passes, depths, stops = [0] * num_rows, [0] * num_rows, [NEVER] * num_rows
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
-        gates = () if thresholds is None else GATES
-        for depth, (number, level) in enumerate(_levels(drafter, batch, gates, keep, draws)):
+        for depth, (number, level) in enumerate(_levels(drafter, batch, keep, draws)):
             going = [stop == NEVER for stop in stops]
             candidates.add_level(level, None, DRAFTED, number, 0, going, drafter.num_beams)
             for row in compress(range(num_rows), going):
@@ -82,10 +81,8 @@ def draft_through_gates(
     return Drafted(passes, depths, stops, confidences, batch.max_depth >= drafter.max_depth)
 
 
-def _levels(
-    drafter: Drafter, batch: Batch, gates: Sequence[int], keep: int | None, draws: ComingDraws | None
-) -> Iterator[tuple[int, Level]]:
+def _levels(drafter: Drafter, batch: Batch, keep: int | None, draws: ComingDraws | None) -> Iterator[tuple[int, Level]]:
     """Levels down to the batch's `max_depth`, each with the number of passes so far. Passes are made on demand."""
-    passes = drafter.passes(batch.draft, batch.roots(), keep, gates, draws)
+    passes = drafter.passes(batch.draft, batch.roots(), keep, draws)
     levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))
     return islice(levels, max(batch.max_depth, 0))

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -183,6 +184,7 @@ class Rounds:
         """Forget all texts and everything learned from them."""
         # All D places are verified and all levels are drafted in any case, so no decision depends on time.
         policy = PolicySettings(budget=self._budget, pass_cost=0.0, isolated=self._settings.isolated)
+        self._undigested: Callable[[], None] | None = None  # of the last round
         self.grafter = Grafter(self._vocab_size, self._num_steps, policy, StepCost())
         self.texts = Texts(self._vocab_size, self._settings.max_texts, self.grafter.finish)
         self._begun: _Begun | None = None
@@ -220,7 +222,7 @@ class Rounds:
             levels = levels_of(drafted, self._topk, round.candidates.most_nodes)
             passes, num = ([level] for level in levels), len(levels)
             rows = self.texts.have_heads(requests)
-            grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)
+            grafter.draft(round, passes, self._topk, num_made=num, rows=rows)
             round.reaches.clear()  # all passes are made in any case, so their gains need not be learned
             tree = grafter.graft(round)
         before, earlier = before_roots([text.ids for text in texts])
@@ -245,10 +247,17 @@ class Rounds:
         columns = (tree.tokens, tree.parents, tree.sources)
         highest = (successors[:, :width].contiguous(), logits[:, :width].contiguous())
         self.grafter.learn_top_k(TargetTopK(*columns, *highest, *proposal.before, proposal.salts))
-        self.grafter.learn(proposal.round, tree, accepted, seconds=1.0)  # the rest is learned by `grafter.catch_up`
+        self.digest()  # the round before, if nobody has
+        self._undigested = partial(self.grafter.learn, proposal.round, tree, accepted, seconds=1.0)
         for text, tokens in zip(proposal.texts, accepted.tokens, strict=True):
             text.ids += tokens
         return accepted
+
+    def digest(self) -> None:
+        """Learns of the last round what need not be known before the next tree."""
+        learn, self._undigested = self._undigested, None  # first, so that a failure does not repeat in every round
+        if learn is not None:
+            learn()
 
 
 @dataclass

@@ -202,7 +202,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def digest(self) -> None:
         """Do the part of learning that the next tree did not need, while that tree is being verified."""
         if self._rounds is not None:
-            self._rounds.grafter.catch_up()
+            self._rounds.digest()
 
     @property
     def decides(self) -> bool:

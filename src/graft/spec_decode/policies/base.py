@@ -15,7 +15,7 @@ from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
-from graft.spec_decode.acceptance import Accepted, Choices
+from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, Learner, TargetTopK, salt_of
 from graft.spec_decode.proposers.drafter import Drafter, DraftState
@@ -48,8 +48,6 @@ class Policy(ABC):
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
-    _unlearned: tuple[TargetTopK, ...] = ()  # of prefilled prompts
-    _unlearned_round: TargetTopK | None = None  # of a plain round
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -79,8 +77,7 @@ class Policy(ABC):
             start = batch.cache.lengths[row] - verified.tokens.shape[1]
             sequence = batch.sequences[row]
             preceding = sequence.ids[max(start - 2, 0) : start]
-            # Learned later, while the device works; this copies what the next step overwrites.
-            self._unlearned = (*self._unlearned, TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
+            self.learn_top_k(TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
         if self.drafter is not None:
             self.drafter.read(batch.draft, row, verified, following)
 
@@ -90,30 +87,8 @@ class Policy(ABC):
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            top_k = TargetTopK.of_trees(verified, tree, histories, self._salts(batch))
-            self._learn_plain_round()  # the one before, if it still waits
-            if tree.width == 1:  # it can wait: usually another plain round follows, which retrieves nothing
-                self._unlearned_round = top_k
-            else:
-                self.learn_top_k(top_k)
+            self.learn_top_k(TargetTopK.of_trees(verified, tree, histories, self._salts(batch)))
         self.learn_accepted(tree, accepted, seconds)
-
-    def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        """Let the drafter begin the next round on the device, before the host knows what this one accepted."""
-        if self.drafter is not None:
-            self.drafter.draft_ahead(batch.draft, verified, choices.there)
-
-    def catch_up(self) -> None:
-        """Do postponed learning, while the device works."""
-        self._learn_plain_round()
-        unlearned, self._unlearned = self._unlearned, ()
-        for top_k in unlearned:
-            self.learn_top_k(top_k)
-
-    def _learn_plain_round(self) -> None:
-        top_k, self._unlearned_round = self._unlearned_round, None
-        if top_k is not None:
-            self.learn_top_k(top_k)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
         """Learn the target's top-k successors of verified tokens."""
@@ -131,12 +106,10 @@ class Policy(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name; empty for a policy that learns nothing."""
-        self.catch_up()
         return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore everything learned from `state`, made on any device; missing parts start anew."""
-        self._unlearned, self._unlearned_round = (), None
         for retriever in self.retrievers:
             retriever.restore(state)
 
@@ -153,8 +126,7 @@ class Policy(ABC):
         return batch.chooser.coming_draws() if is_used else None
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
-        """Candidates with the batch's roots alone. Waiting lessons of a plain round are learned first."""
-        self._learn_plain_round()
+        """Candidates with the batch's roots alone."""
         ids = [sequence.ids for sequence in batch.sequences]
         return Candidates(roots, ids, self._salts(batch), self.coming_draws(batch))
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from graft.model import TargetRunner, VerifyOutput
+from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
-from graft.spec_decode.acceptance import Accepted, Choices
+from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
 from graft.spec_decode.grafter import Grafter, Round
 from graft.spec_decode.policies.base import DraftResult, Policy
@@ -50,7 +50,6 @@ class Graft(Policy):
         self.budget = self.grafter.budget
         self._round: Round | None = None  # the current one; None if plain
         self._num_prefill_tokens = 0  # in the current step
-        self._drafts_ahead = False  # whether the last round decided that this one drafts
         self._setups_before = 0
         self._ended = 0.0  # when the last round ended
         self.on_device: LearnedOnDevice | None = None
@@ -78,26 +77,16 @@ class Graft(Policy):
             return DraftResult.without_drafts(DraftTree.roots(roots))
         draws = self.coming_draws(batch)
         with clock("graft"):
-            self._learn_plain_round()
             round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits, draws=draws)
         assert round is not None
         if self.drafter is not None:
-            num_ahead = self.drafter.num_prefetched(batch.draft) if self.grafter.adapts else 0
-            is_decided, self._drafts_ahead = num_ahead > 0 and self._drafts_ahead, False
             passes = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level, draws=draws)
             with clock("draft"):
-                self.grafter.draft(round, passes, self.drafter.num_beams, num_ahead, is_decided)
+                self.grafter.draft(round, passes, self.drafter.num_beams)
         with clock("graft"):
             tree = self.grafter.graft(round)
         is_watched = any(sequence.is_recorded for sequence in batch.sequences)
         return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree, draws)
-
-    def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        self._drafts_ahead = self.grafter.wants_passes(len(batch.sequences))
-        if self._drafts_ahead:
-            super().draft_ahead(batch, verified, choices)
-        elif self.drafter is not None:
-            self.drafter.gather_ahead(batch.draft, verified)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         ended, self._ended = self._ended, time.perf_counter()
@@ -107,16 +96,10 @@ class Graft(Policy):
         prefill = self._num_prefill_tokens
         self.grafter.learn(self._round, tree, accepted, seconds, round_seconds, is_usual, prefill)
 
-    def catch_up(self) -> None:
-        super().catch_up()
-        self.grafter.catch_up()
-
     def state(self) -> dict[str, Tensor]:
-        self.catch_up()
         return self.grafter.state() | (self.on_device.state() if self.on_device is not None else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._unlearned, self._unlearned_round = (), None
         self.grafter.restore(state)
         if self.on_device is not None:
             self.on_device.reload()

@@ -1,4 +1,4 @@
-"""Static tensors of captured drafters: the inputs of graphs, pending features, accepted paths. `captured` uses them."""
+"""Static tensors of captured drafters: the inputs of graphs. `captured` uses them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from graft.model.captures import Event, pinned_zeros, round_up
 from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
 
-# Sizes that graphs are captured for: rows, entries of a round, entries of a prompt.
+# Sizes that graphs are captured for: rows, and entries.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CHUNKS = (64, 128, 256, 512)
-PENDING = 32  # entries of a row that may wait for the next draft pass
+ENTRIES = (4, 16, 64, 128, 256, 512)
 _TRANSFERS = 8  # transfers to the device that may be under way
 
 Numeric = np.ndarray | Sequence[int]
@@ -33,7 +31,7 @@ class ByRow(NamedTuple):
     starts: Any = ()  # entries of the row that were run before
     begins: Any = ()  # the row's first entry among those to run
     counts: Any = ()  # entries to run
-    lengths: Any = ()  # entries when they are run
+    lengths: Any = ()  # entries when a pass is run
 
 
 class ByEntry(NamedTuple):
@@ -42,8 +40,7 @@ class ByEntry(NamedTuple):
     rows: Any = ()
     places: Any = ()  # among the row's entries to run
     tokens: Any = ()  # the token after each
-    sources: Any = ()  # where its features are: in hidden states, in `features`, or in the tables of accepted paths
-    targets: Any = ()  # where to store them in `features`
+    sources: Any = ()  # where its features are in the target's hidden states
 
 
 class Numbers:
@@ -94,36 +91,27 @@ class Numbers:
 class DraftBuffers:
     """Static tensors of a drafter's graphs over one page pool, except those of its passes."""
 
-    def __init__(
-        self, weight: Tensor, pool: PagePool, store: KVStore, rotary: Rotary, number: int, max_ahead: int, passes: int
-    ) -> None:
-        """weight: `DraftHead.fc`'s. number: identifies the buffers in keys of graphs. passes: the most of a round."""
-        device, num_table_rows = pool.device, pool.num_table_rows
-        max_rows = padded(num_table_rows, ROWS)
+    def __init__(self, pool: PagePool, store: KVStore, rotary: Rotary, number: int, num_passes: int) -> None:
+        """number: identifies the buffers in keys of graphs. num_passes: the most of a round."""
+        device = pool.device
+        self.max_rows = padded(pool.num_table_rows, ROWS)
+        self.max_entries = max(padded(self.max_rows, ENTRIES), ENTRIES[-1])  # that one graph runs
+        self.num_passes = num_passes
         self.number, self.num_resized = number, pool.num_resized
         self.tables = pool.tables
         self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
         self.rotary = rotary
-        # Features of pending entries, by row of the block tables.
-        self.features = weight.new_zeros(num_table_rows, PENDING, weight.shape[1])
-        max_entries = padded(max_rows * PENDING, ENTRIES)
-        self.max_rows, self.max_entries = max_rows, max_entries
-        self.round = Numbers(max_rows, max_entries, device)
-        self.chunk = Numbers(1, CHUNKS[-1], device)
-        walk_shape = (max_rows + 1, max_ahead)
-        self.walked = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # each row's accepted tokens
-        self.nodes = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # the step's nodes before them
+        self.round = Numbers(self.max_rows, self.max_entries, device)
         # No tree: entries of the text see all entries before them.
-        self.paths = torch.zeros(max(max_entries, CHUNKS[-1]), 1, dtype=torch.int32, device=device)
-        self.was_sent = [Event(device) for _ in range(passes)]
-        # The state whose rows are in `round` and in the passes. Other states draft again.
+        self.paths = torch.zeros(self.max_entries, 1, dtype=torch.int32, device=device)
+        # The state whose rows are in `round` and in the passes. Other states make their passes again.
         self.owner: Callable[[], object | None] = lambda: None
         self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
 
     @property
     def by_table_row(self) -> tuple[Tensor, ...]:
         """What is kept by row of the block tables."""
-        return (self.features,)
+        return ()
 
     def take(self, other: DraftBuffers) -> None:
         """Take over what other buffers kept of the rows."""

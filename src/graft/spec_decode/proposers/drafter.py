@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.noise import ComingDraws
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
 
 if TYPE_CHECKING:
+    from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
     from graft.tree.device.round import Entries
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
@@ -91,10 +91,10 @@ class Drafter(Protocol):
         texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        """Do beforehand the one-time work (such as graph captures) of rounds of up to `max_rows` rows.
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None:
+        """Do beforehand the one-time work, such as graph captures, that would make the first requests wait.
 
-        keep: that of the coming calls of `passes`.
+        max_rows: of the largest batch.
         """
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
@@ -105,28 +105,14 @@ class Drafter(Protocol):
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
 
         keep: nodes to yield of each level, likeliest first; there are then at most so many beams. All nodes, in any
         order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
-        stops: passes after which the caller may stop (any if None). The device runs to the next of them by itself.
         draws: what is known of the coming draws. With it q is the probability that a token is drawn, noise included.
         """
-
-    def num_prefetched(self, state: Any) -> int:
-        """Passes of the coming round that are launched already, so that skipping them saves nothing."""
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Start the next round's drafting on the device, before the host knows what this round accepted.
-
-        chosen: [T], the token after each node, on the device. A call of `learn` follows.
-        """
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Without drafting ahead: do on the device beforehand what `learn` would wait for."""
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
@@ -169,25 +155,11 @@ class DrafterOnDevice(Drafter, Protocol):
         """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
 
 
-class OnDemand:
-    """Base of drafters that do nothing ahead: passes run one by one, on demand."""
-
-    knows_draws = True
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Nothing to do."""
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Nothing to do."""
-
-
 class LevelByLevel(ABC):
     """Base of drafters whose passes give one level each: the children of the beams of the level before."""
 
     settings: TreeSettings
+    knows_draws = True
 
     @property
     def max_passes(self) -> int:
@@ -215,7 +187,6 @@ class LevelByLevel(ABC):
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         """`Drafter.passes`, with the one level of each pass."""
@@ -225,10 +196,9 @@ class LevelByLevel(ABC):
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
-        return ((level,) for level in self.levels(state, roots, keep, stops, draws))
+        return ((level,) for level in self.levels(state, roots, keep, draws))
 
 
 def likeliest(

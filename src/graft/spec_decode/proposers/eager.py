@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.kv_cache import KVStore
-from graft.spec_decode.proposers.drafter import OnDemand
 
 _MAX_PENDING = 256  # entries of a row that may wait for the next draft pass
 
@@ -57,8 +56,10 @@ class EagerState(Generic[R]):
         return EagerState(self.pool, self.rows + other.rows)
 
 
-class EagerDrafter(OnDemand, ABC, Generic[R]):
+class EagerDrafter(ABC, Generic[R]):
     """Base of the drafters of heads, for a CPU or where CUDA graphs cannot be used."""
+
+    knows_draws = True
 
     def __init__(
         self,
@@ -76,6 +77,11 @@ class EagerDrafter(OnDemand, ABC, Generic[R]):
         self._weight, self._num_layers = weight, num_layers
         self._key_heads, self._value_heads = key_heads, value_heads or key_heads
         self._stores: weakref.WeakKeyDictionary[PagePool, KVStore] = weakref.WeakKeyDictionary()
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """See `Drafter.num_slots`."""
 
     @abstractmethod
     def _new_row(self, row: Row) -> R:
@@ -139,7 +145,7 @@ class EagerDrafter(OnDemand, ABC, Generic[R]):
         if max(len(row.following) for row in state.rows) > _MAX_PENDING:
             self._refresh(state.pool, state.rows)
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         """Nothing to do: nothing is captured."""
 
 

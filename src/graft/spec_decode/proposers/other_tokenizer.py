@@ -157,7 +157,6 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         for row, root in zip(state.rows, roots.tolist(), strict=True):

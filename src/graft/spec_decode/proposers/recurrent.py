@@ -7,7 +7,7 @@ entries come after those of the text, with the head's own outputs as features.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -49,7 +49,6 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         state: EagerState[RecurrentRow],
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         self._refresh(state.pool, state.rows)

@@ -20,7 +20,7 @@ from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_
 from graft.model.noise import ComingDraws
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings, likeliest
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings, likeliest
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 
@@ -83,7 +83,7 @@ class ModelState(Generic[R]):
         return replace(self, rows=self.rows + other.rows)
 
 
-class SmallModelDrafter(OnDemand, LevelByLevel):
+class SmallModelDrafter(LevelByLevel):
     """Drafts with a small model."""
 
     hidden_layers: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
     def _new_runner(self, cache: KVCache) -> TargetRunner:
         return target_for(self.model, pool=cache.pool)
 
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+    def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         runner = self._runner(target.cache_of([]))
         runner.progress = target.progress
         widest = max(self.num_slots, runner.chunk_size)
@@ -181,7 +181,6 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
         state: ModelState[Any],
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         topk = min(self.settings.topk, keep or self.settings.topk)

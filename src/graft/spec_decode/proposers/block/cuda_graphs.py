@@ -15,7 +15,6 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
-from graft.model.captures import pinned_zeros
 from graft.model.kernels import gate
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
@@ -43,9 +42,8 @@ class Shape(NamedTuple):
 class BlockBuffers(DraftBuffers):
     """Static tensors, with those of blocks and tables."""
 
-    def __init__(self, fast: FastBlock, max_ahead: int, pool: PagePool, store: KVStore, number: int) -> None:
-        rotary = fast.rotary(pool.tables.shape[1] * PAGE)
-        super().__init__(fast.head.fc.weight, pool, store, rotary, number, max_ahead, passes=1)
+    def __init__(self, fast: FastBlock, pool: PagePool, store: KVStore, number: int) -> None:
+        super().__init__(pool, store, fast.rotary(pool.tables.shape[1] * PAGE), number, num_passes=1)
         self.width = fast.config.block_size
         rows = torch.arange(self.max_rows, dtype=torch.int32, device=pool.device)
         self._rows_of = rows.repeat_interleave(self.width)  # by slot
@@ -54,7 +52,7 @@ class BlockBuffers(DraftBuffers):
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._two_ways = bidirectional_columns(self.width, self.max_rows, fast.tile, pool.device)
         self._fits_tile = self.width <= fast.tile
-        self._sent: dict[Shape, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[Shape, Tensor] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
         """Layout of causal slots after the entries of their rows."""
@@ -78,13 +76,11 @@ class BlockBuffers(DraftBuffers):
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
         return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
-    def sent(self, shape: Shape, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Buffers for tables, [3, rows, *size] int32: on the device and on the host."""
-        if shape not in self._sent:
-            sizes, device = (3, shape.rows, *size), self._places.device
-            there = torch.zeros(sizes, dtype=torch.int32, device=device)
-            self._sent[shape] = there, pinned_zeros(sizes, torch.int32, device)
-        return self._sent[shape]
+    def table(self, shape: Shape, size: tuple[int, int]) -> Tensor:
+        """The buffer for tables, [3, rows, *size] int32."""
+        if shape not in self._tables:
+            self._tables[shape] = torch.zeros(3, shape.rows, *size, dtype=torch.int32, device=self._places.device)
+        return self._tables[shape]
 
 
 class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter):
@@ -94,7 +90,6 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         """head: one for which `fused_head.why_not` is None."""
         super().__init__(head, settings)
         self.fast = FastBlock(head)
-        self.max_ahead = max(self.max_ahead, self.max_depth + 1)
         self._table_sizes: dict[bool, tuple[int, int]] = {}  # by `Shape.is_chain`
 
     def passes(
@@ -102,57 +97,38 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         if not isinstance(state, CapturedState):
-            yield from super().passes(state, roots, keep, stops, draws)
+            yield from super().passes(state, roots, keep, draws)
             return
+        shape = self._shape_of(len(state.rows), keep)
         with self._captures.lock, state.pool.lock:
-            for row, root in zip(state.rows, roots.tolist(), strict=True):
-                if row.root != root:  # a text without a prefilled prompt
-                    row.root, state.num_prefetched = root, 0
-            self._begin(state, keep, 1)
-            state.num_taken = 1
-            levels = self._levels(self._received(state), keep == 1)
-        yield levels
+            buffers = self._make_pass(state, roots, shape, 0)
+            numbers = self._table_in(buffers, shape).to("cpu", copy=True)  # waits for the device
+        table = Table(*(part[: len(state.rows)] for part in _as_table(numbers)))
+        yield self._levels(table, shape.is_chain)
 
-    def _received(self, state: CapturedState) -> Table:
-        """The tables of a state's rows, on the host. The next pass overwrites them."""
-        buffers = self._buffers[state.pool]
-        _, here = self._room_of(buffers, self._shape(state))
-        buffers.was_sent[0].wait()
-        return Table(*(part[: len(state.rows)] for part in _as_table(here)))
-
-    def _room_of(self, buffers: BlockBuffers, shape: Shape) -> tuple[Tensor, Tensor]:
+    def _table_in(self, buffers: BlockBuffers, shape: Shape) -> Tensor:
+        """Where a pass leaves its table."""
         if shape.is_chain not in self._table_sizes:  # sizes are found by making a table of zeros
             config, weight = self.head.config, self.head.fc.weight
             hidden, roots = weight.new_zeros(1, config.num_drafts, config.hidden_size), self.head.d2t.new_zeros(1)
             with torch.no_grad():
                 tokens = table_of(self.head, hidden, roots, self.settings, shape.is_chain).tokens
             self._table_sizes[shape.is_chain] = tokens.shape[1], tokens.shape[2]
-        return buffers.sent(shape, self._table_sizes[shape.is_chain])
+        return buffers.table(shape, self._table_sizes[shape.is_chain])
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
-        return BlockBuffers(self.fast, self.max_ahead, pool, store, number)
+        return BlockBuffers(self.fast, pool, store, number)
 
     def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
         return Shape(padded(num_rows, ROWS), keep == 1)
 
-    def _num_slots(self, shape: Shape) -> int:
-        return self.num_slots
-
-    def _num_ahead(self, state: CapturedState) -> int:
-        return 1
-
-    def _send(self, buffers: BlockBuffers, shape: Shape, number: int) -> None:
-        there, here = self._room_of(buffers, shape)
-        here.copy_(there, non_blocking=True)
-
     # Graphs
 
     def _replay_pass(self, buffers: BlockBuffers, shape: Shape, number: int, context: int) -> None:
-        there, _ = self._room_of(buffers, shape)
+        there = self._table_in(buffers, shape)
         self._replay(buffers, ("block", shape, context), partial(self._run_block, buffers, shape, context, there))
 
     def _enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:

@@ -104,7 +104,6 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         state: EagerState[DraftRow],
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)

@@ -5,7 +5,7 @@ The graph `root` gives the first level of the trees, and `expand` each later one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
-from graft.model.captures import pinned_zeros
 from graft.model.kernels import gate
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
@@ -32,18 +31,14 @@ from graft.tree.candidates import Level
 from graft.tree.device import noise as noise_kernels
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # with more rows than the first, at most so many beams in all
-_AHEAD = 4  # levels to draft ahead if drafting may stop after any of them
 
 
 class Eagle3Buffers(DraftBuffers):
     """Static tensors, with those of beams and levels."""
 
-    def __init__(
-        self, fast: FastHead, settings: TreeSettings, max_ahead: int, pool: PagePool, store: KVStore, number: int
-    ) -> None:
+    def __init__(self, fast: FastHead, settings: TreeSettings, pool: PagePool, store: KVStore, number: int) -> None:
         weight, device, num_passes = fast.head.fc.weight, pool.device, settings.depth + 1
-        rotary = fast.rotary(pool.tables.shape[1] * PAGE)
-        super().__init__(weight, pool, store, rotary, number, max_ahead, num_passes)
+        super().__init__(pool, store, fast.rotary(pool.tables.shape[1] * PAGE), number, num_passes)
         max_rows = self.max_rows
         sizes = [(rows, num_beams(rows, settings.topk)) for rows in (*ROWS, max_rows) if rows <= max_rows]
         most = max(rows * beams for rows, beams in sizes)
@@ -62,28 +57,15 @@ class Eagle3Buffers(DraftBuffers):
         }
         num_numbers = num_passes * 3 * max(rows * beams * beams for rows, beams in sizes)
         self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
-        self._sent = pinned_zeros((num_numbers,), torch.int64, device)
-        self._shaped: dict[Shape, Levels] = {}
 
     @property
     def by_table_row(self) -> tuple[Tensor, ...]:
-        return (*super().by_table_row, self.root)
+        return (self.root,)
 
-    def levels(self, shape: Shape) -> Levels:
-        if shape not in self._shaped:
-            num_passes = len(self.was_sent)
-            size = 3 * num_passes * shape.rows * shape.count(1)
-            there, here = (part[:size].view(num_passes, 3, -1) for part in (self._levels, self._sent))
-            self._shaped[shape] = Levels(there, list(there.unbind()), list(here.unbind()))
-        return self._shaped[shape]
-
-
-class Levels(NamedTuple):
-    """The levels of a round, [passes, 3, nodes] on the device; and each level on the device and on the host."""
-
-    whole: Tensor
-    there: list[Tensor]
-    here: list[Tensor]
+    def levels(self, shape: Shape) -> Tensor:
+        """The levels of a round, [passes, 3, nodes] on the device."""
+        size = 3 * self.num_passes * shape.rows * shape.count(1)
+        return self._levels[:size].view(self.num_passes, 3, -1)
 
 
 class Shape(NamedTuple):
@@ -106,37 +88,29 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         """head: one for which `capturable.why_not` is None."""
         super().__init__(head, settings)
         self.fast = FastHead(head)
-        self._stops: Sequence[int] | None = None  # of the last call of `levels`
 
     def levels(
         self,
         state: Any,
         roots: Tensor,
         keep: int | None = None,
-        stops: Sequence[int] | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
         if not isinstance(state, CapturedState):
-            yield from super().levels(state, roots, keep, stops, draws)
+            yield from super().levels(state, roots, keep, draws)
             return
-        self._stops = stops
-        last = self.settings.depth
-        for number in range(last + 1):
-            # The device drafts the next level while the host adds this one to the candidates. If that level is not
-            # wanted, it is finished by the time the tree is.
-            ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
+        shape = self._shape_of(len(state.rows), keep)
+        for number in range(self.max_passes):
             with self._captures.lock, state.pool.lock:
-                self._begin(state, keep, ahead + 1)
-                state.num_taken += 1
-                level = self._sent(state, number)
-            yield level
+                buffers = self._make_pass(state, roots, shape, number)
+                numbers = buffers.levels(shape)[number].to("cpu", copy=True)  # waits for the device
+            yield self._level(numbers, len(state.rows), shape.count(number))
 
-    def _sent(self, state: CapturedState, number: int) -> Level:
-        buffers, shape = self._buffers[state.pool], self._shape(state)
-        buffers.was_sent[number].wait()
-        numbers = buffers.levels(shape).here[number].clone()  # the next round overwrites it
-        nodes, count = numbers.shape[1], shape.count(number)
-        size, strides = (len(state.rows), count), (count, 1)
+    @staticmethod
+    def _level(numbers: Tensor, num_rows: int, count: int) -> Level:
+        """A level of `count` nodes a row, from its numbers [3, nodes] on the host."""
+        nodes = numbers.shape[1]
+        size, strides = (num_rows, count), (count, 1)
         floats = numbers.view(torch.float32)  # q and path probabilities share the last part
         return Level(
             numbers.as_strided(size, strides, 0),
@@ -146,21 +120,11 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         )
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> Eagle3Buffers:
-        return Eagle3Buffers(self.fast, self.settings, self.max_ahead, pool, store, number)
+        return Eagle3Buffers(self.fast, self.settings, pool, store, number)
 
     def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
         rows = padded(num_rows, ROWS)
         return Shape(rows, num_beams(rows, self.settings.topk, keep), keep)
-
-    def _num_slots(self, shape: Shape) -> int:
-        return self.settings.depth * shape.beams
-
-    def _num_ahead(self, state: CapturedState) -> int:
-        return min(state.num_taken, _AHEAD) if self._stops is None or self._stops else self.settings.depth + 1
-
-    def _send(self, buffers: Eagle3Buffers, shape: Shape, number: int) -> None:
-        levels = buffers.levels(shape)
-        levels.here[number].copy_(levels.there[number], non_blocking=True)
 
     # Rounds on the device
 
@@ -187,9 +151,10 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         by_row = buffers.round.by_row(num_rows)
         by_row.table_rows[:num_rows].copy_(table_rows[:num_rows])
         by_row.lengths[:num_rows].copy_(lengths[:num_rows])
-        levels = buffers.levels(shape).there
+        levels = buffers.levels(shape)
         for number in range(num_passes):
-            flag, noise = made[number : number + 1], ()
+            flag = made[number : number + 1]
+            noise: tuple[Tensor, ...] = ()
             if draws is not None:
                 (seeds, temperatures), d2t = draws, self.head.d2t
                 own = torch.empty(num_rows, len(d2t), dtype=torch.float32, device=d2t.device)
@@ -262,7 +227,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         """noise: see `FastHead.likeliest`."""
         best = self.fast.likeliest(outputs, shape.beams, *noise)
         beams = buffers.beams.first(shape.rows, shape.beams)
-        eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape).whole, shape.keep, is_first)
+        eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape), shape.keep, is_first)
 
 
 def num_beams(rows: int, topk: int, keep: int | None = None) -> int:
