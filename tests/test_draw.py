@@ -1,15 +1,12 @@
 """The draw on the device is that of `sampler.truncated` and `sampler.gumbel_noise`: see `graft.model.kernels.draw`."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from graft import SamplingSettings
 from graft.model.noise import gumbel_noise
-from graft.model.sampler import Sampler, truncated, weights
+from graft.model.sampler import truncated, weights
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
@@ -185,44 +182,3 @@ def test_weights_are_exponentials():
     ours = weights(scores)[0].double() / 2**40
     np.testing.assert_allclose(ours.numpy(), np.exp(scores[0].double().numpy()), rtol=3e-7, atol=2.0**-39)
     assert weights(torch.tensor([[1.0, torch.inf, -torch.inf]])).tolist() == [[0, 2**40, 0]]
-
-
-def test_rows_with_truncation_or_bias_are_chosen_at_every_node_at_once(monkeypatch):
-    """No row but that with a penalty needs the tokens of its path."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(draw_kernels, "draw", plain_kernels.draw)
-    each = [
-        {"temperature": 1.0, "top_p": 0.8, "seed": 1},
-        {"temperature": 0.7, "top_k": 3, "min_p": 0.1, "seed": 2},
-        {"logit_bias": {4: 3.0, 9: -torch.inf}},
-        {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 3},
-        {},
-    ]
-    settings = [SamplingSettings(**own) for own in each]
-    histories = [[1] * (5 + row) for row in range(5)]
-    rows, depths = torch.arange(5).repeat_interleave(3), torch.tensor([0, 1, 1] * 5)
-    torch.manual_seed(1)
-    logits = torch.randn(15, 50).to(DEVICE)
-    step = SimpleNamespace(rows=rows.to(DEVICE), depths=depths.to(DEVICE), best=logits.argmax(dim=1))
-    together = Sampler(settings, histories, [], 50, torch.device(DEVICE))
-    chosen, is_known = together.choose_everywhere(logits, step)
-    assert is_known == [True, True, True, False, True]
-    for node in (0, 1, 2):
-        plainly = Sampler(settings, histories, [], 50, torch.device(DEVICE))
-        if node:
-            plainly.advance([1] * 5)
-        expected = plainly.choose(logits[node::3], [True] * 5)
-        known = torch.tensor(is_known, device=DEVICE)
-        assert torch.equal(chosen[node::3][known], expected[known])
-
-
-def test_greedy_rows_with_a_bias_are_drawn(monkeypatch):
-    """The highest logit, which the step knows already, is not theirs."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(draw_kernels, "draw", plain_kernels.draw)
-    logits = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 1.0]]).to(DEVICE)
-    rows = torch.arange(2, device=DEVICE)
-    step = SimpleNamespace(rows=rows, depths=torch.zeros_like(rows), best=logits.argmax(dim=1))
-    settings = [SamplingSettings(logit_bias={2: 5.0}), SamplingSettings()]
-    chosen, is_known = Sampler(settings, [[1], [1]], [], 3, torch.device(DEVICE)).choose_everywhere(logits, step)
-    assert chosen.tolist() == [2, 0] and is_known == [True, True]
