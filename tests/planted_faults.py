@@ -855,13 +855,6 @@ FAULTS = (
         (_CUT + "[coarse-16]",),
     ),
     Fault(
-        "sampler: a row with a bias takes the highest logit",
-        _SAMPLER,
-        "bool(s.temperature > 0 or s.logit_bias) for s in settings",
-        "s.temperature > 0 for s in settings",
-        ("test_draw.py::test_greedy_rows_with_a_bias_are_drawn",),
-    ),
-    Fault(
         "kernels: a rotation turns the other way",
         "src/graft/model/kernels/layer.py",
         "((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s)",

@@ -327,15 +327,14 @@ def test_what_cannot_be_drawn_is_never_proposed(temperature):
 def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
     grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.1), UnitCost())
     text = Text([3, 2, 1], 3)
-    before = grafter._calibration.acceptance_probs.clone()
+    before = grafter.calibration.acceptance_probs.clone()
     for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
         round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
         level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-        grafter.draft(round, iter([[level]] * 2), 1, max_passes=1)
+        grafter.draft(round, iter([[level]]), 1, num_made=1)
         tree = grafter.graft(round)
         grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
-        grafter.catch_up()
-        changed = (grafter._calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)
+        changed = (grafter.calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)
         assert changed.tolist() == ([True, False, False, False] if draws is None else [True, False, False, True])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from graft.hashing import mix64
 from graft.model import Chunk, Row, VerifyOutput
-from graft.model.captures import Event, Run, context_for, pinned_zeros
+from graft.model.captures import ROWS, Event, Run, context_for, padded, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
@@ -40,8 +40,6 @@ from graft.spec_decode.policies import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.proposers.base import named, part_of
-from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
-from graft.spec_decode.proposers.draft_buffers import ROWS, padded
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
@@ -81,7 +79,7 @@ class _Flight:
 
     sequences: list[TokenSequence]
     rows: list[Row]
-    draft_rows: list[CapturedRow | None]
+    draft_rows: list[Any]  # the drafter's own rows; None without a drafter
     shape: RoundShape
     plan: Plan
     num_prefill_tokens: int
@@ -137,7 +135,7 @@ class DeviceRounds:
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
         """draft: the drafter's state of the rows."""
-        is_captured = self._target.is_captured and (self._drafter is None or isinstance(draft, CapturedState))
+        is_captured = self._target.is_captured and (self._drafter is None or self._drafter.is_captured(draft))
         return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= MAX_TREE_TOKENS
 
     # A round
