@@ -48,6 +48,8 @@ from graft.tree.tree import PADDING, DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _TABLES = ("trigram", "bigram", "adjacency")
+_LEAST_TREE = 8  # tokens of the smallest step with a tree
+_MANY_ROWS = 16
 _RING = 3  # rounds whose inputs and results have memory of their own
 
 
@@ -296,14 +298,15 @@ class DeviceRounds:
         return self.controller.pass_limits if self.controller is not None else [0]
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
-        """Sizes of steps with trees: each about twice the one before, since every one is captured."""
+        """Sizes of steps with trees, each much larger than the one before, since every one is captured."""
         if self.controller is None:
             return []
         most = min((self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill, MAX_TREE_TOKENS)
         most = min(most, num_rows * (1 + RoundShape(padded_rows, 0).cap))
+        ratio = 2.0 if padded_rows < _MANY_ROWS else 1.5  # with many rows a few nodes more or less cost much
         sizes: list[int] = []
         for size in self._target.step_sizes:
-            if size >= 1.5 * (sizes[-1] if sizes else padded_rows) and size <= most:
+            if ratio * (sizes[-1] if sizes else max(padded_rows, _LEAST_TREE / ratio)) <= size <= most:
                 sizes.append(size)
         return sizes
 
