@@ -43,8 +43,8 @@ class _FewPasses(ReplayedDrafter):
     def max_passes(self) -> int:
         return min(self._num_passes, super().max_passes)
 
-    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
-        return islice(super().levels(state, roots, keep), self._num_passes)
+    def levels(self, state: Any, roots: Tensor, keep: int | None = None, draws: Any = None) -> Iterator[Level]:
+        return islice(super().levels(state, roots, keep, draws), self._num_passes)
 
 
 def main() -> None:

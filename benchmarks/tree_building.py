@@ -73,7 +73,7 @@ class SyntheticDrafter(LevelByLevel):
             beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
             width += len(nodes)
 
-    def levels(self, state: Any, roots: Any, keep: int | None = None) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Any, keep: int | None = None, draws: Any = None) -> Iterator[Level]:
         return iter(self._levels)
 
     def learn(self, *round: Any) -> None: ...

@@ -331,7 +331,7 @@ def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
     for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
         round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
         level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-        grafter.draft(round, iter([[level]] * 2), 1, num_made=1)
+        grafter.draft(round, iter([[level]]), 1, num_made=1)
         tree = grafter.graft(round)
         grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
         changed = (grafter.calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from graft.hashing import mix64
 from graft.model import Chunk, Row, VerifyOutput
-from graft.model.captures import Event, Run, context_for, pinned_zeros
+from graft.model.captures import ROWS, Event, Run, context_for, padded, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
@@ -40,8 +40,6 @@ from graft.spec_decode.policies import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.proposers.base import named, part_of
-from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
-from graft.spec_decode.proposers.draft_buffers import ROWS, padded
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
@@ -50,6 +48,8 @@ from graft.tree.tree import PADDING, DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _TABLES = ("trigram", "bigram", "adjacency")
+_LEAST_TREE = 8  # tokens of the smallest step with a tree
+_MANY_ROWS = 16
 _RING = 3  # rounds whose inputs and results have memory of their own
 
 
@@ -81,7 +81,7 @@ class _Flight:
 
     sequences: list[TokenSequence]
     rows: list[Row]
-    draft_rows: list[CapturedRow | None]
+    draft_rows: list[Any]  # the drafter's own rows; None without a drafter
     shape: RoundShape
     plan: Plan
     num_prefill_tokens: int
@@ -137,7 +137,7 @@ class DeviceRounds:
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
         """draft: the drafter's state of the rows."""
-        is_captured = self._target.is_captured and (self._drafter is None or isinstance(draft, CapturedState))
+        is_captured = self._target.is_captured and (self._drafter is None or self._drafter.is_captured(draft))
         return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= MAX_TREE_TOKENS
 
     # A round
@@ -298,14 +298,15 @@ class DeviceRounds:
         return self.controller.pass_limits if self.controller is not None else [0]
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
-        """Sizes of steps with trees: each about twice the one before, since every one is captured."""
+        """Sizes of steps with trees, each much larger than the one before, since every one is captured."""
         if self.controller is None:
             return []
         most = min((self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill, MAX_TREE_TOKENS)
         most = min(most, num_rows * (1 + RoundShape(padded_rows, 0).cap))
+        ratio = 2.0 if padded_rows < _MANY_ROWS else 1.5  # with many rows a few nodes more or less cost much
         sizes: list[int] = []
         for size in self._target.step_sizes:
-            if size >= 1.5 * (sizes[-1] if sizes else padded_rows) and size <= most:
+            if ratio * (sizes[-1] if sizes else max(padded_rows, _LEAST_TREE / ratio)) <= size <= most:
                 sizes.append(size)
         return sizes
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of rows that batches are padded to
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 ALIGNED = 4  # int32 numbers in 16 bytes: all inputs start at such a border, since kernels are compiled for alignments
 _RETRY_SECONDS = 5.0  # pause between captures after one ran out of memory
@@ -152,6 +153,11 @@ class Captures:
     def num_graph_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot() if self._is_cuda else []
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == self._pool)
+
+
+def padded(count: int, sizes: Sequence[int]) -> int:
+    """Round up to one of `sizes`, or to a multiple of the last."""
+    return next((size for size in sizes if size >= count), round_up(count, sizes[-1]))
 
 
 def context_for(longest: int, contexts: Sequence[int] = CONTEXTS) -> int:

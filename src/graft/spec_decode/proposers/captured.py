@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from graft.model import KVCache, PagePool, TargetRunner, VerifyOutput
-from graft.model.captures import CONTEXTS, Captures, Run, context_for, first_line, is_out_of_memory, on_device
+from graft.model.captures import CONTEXTS, Captures, Run, context_for, first_line, is_out_of_memory, on_device, padded
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.progress import Report
 from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
-from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, padded, ragged
+from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, ragged
 from graft.spec_decode.proposers.eager import EagerDrafter, R
 from graft.tree.device.round import Entries
 from graft.tree.tree import DraftTree
@@ -141,6 +141,9 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             cache.release()
 
     # Rounds on the device
+
+    def is_captured(self, state: Any) -> bool:
+        return isinstance(state, CapturedState)
 
     def prepare_pool(self, pool: PagePool) -> int:
         """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""

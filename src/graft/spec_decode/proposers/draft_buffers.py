@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from graft.model import PagePool
-from graft.model.captures import Event, pinned_zeros, round_up
+from graft.model.captures import ROWS, Event, padded, pinned_zeros, round_up
 from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
 
-# Sizes that graphs are captured for: rows, and entries.
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# Numbers of entries that graphs are captured for.
 ENTRIES = (4, 16, 64, 128, 256, 512)
 _TRANSFERS = 8  # transfers to the device that may be under way
 
@@ -117,11 +116,6 @@ class DraftBuffers:
         """Take over what other buffers kept of the rows."""
         for own, old in zip(self.by_table_row, other.by_table_row, strict=True):
             own[: len(old)] = old
-
-
-def padded(count: int, sizes: Sequence[int]) -> int:
-    """Round up to one of `sizes`, or to a multiple of the last."""
-    return next((size for size in sizes if size >= count), round_up(count, sizes[-1]))
 
 
 def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -123,6 +123,9 @@ class Drafter(Protocol):
 class DrafterOnDevice(Drafter, Protocol):
     """A drafter whose passes can be a part of rounds that the device makes by itself."""
 
+    def is_captured(self, state: Any) -> bool:
+        """Whether the passes of this state can be captured. If so its `rows` have a `length` and a `root` each."""
+
     def prepare_pool(self, pool: PagePool) -> int:
         """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""
 

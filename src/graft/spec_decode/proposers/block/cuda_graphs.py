@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
+from graft.model.captures import ROWS, padded
 from graft.model.kernels import gate
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
@@ -27,7 +28,7 @@ from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Ranking, Table
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
-from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
+from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
 

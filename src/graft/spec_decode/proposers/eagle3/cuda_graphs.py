@@ -14,13 +14,14 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
+from graft.model.captures import ROWS, padded
 from graft.model.kernels import gate
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
-from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
+from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
