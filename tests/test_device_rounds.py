@@ -41,6 +41,7 @@ def on_device(monkeypatch):
     monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
     monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ("cpu", "cuda"))
     monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 1024)
+    monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.contexts", (64, 128))
 
 
 def plain_ids(model, prompts, monkeypatch, **options):

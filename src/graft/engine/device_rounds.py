@@ -96,6 +96,7 @@ class DeviceRounds:
     """The rounds of one engine's batches whose rows do not need the host."""
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
+    contexts: tuple[int, ...] = (8192, 32768, 131072)  # that rounds are captured for: a longer one costs them little
 
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
@@ -122,6 +123,7 @@ class DeviceRounds:
         self._flight: _Flight | None = None
         self._ended: Any = None  # the mark at the end of the round before
         self._num_past = 0  # tokens of finished texts ever written
+        self.step_tokens = 0  # of the last round's trees, with padding
 
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
@@ -195,7 +197,7 @@ class DeviceRounds:
                     [(True, passes) for passes in self._pass_limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 )
                 for choice, (learns, passes) in itertools.product(Choice, kinds):
-                    self._capture(round, buffers, tables, shape, target.contexts[0], choice, learns, passes, draft)
+                    self._capture(round, buffers, tables, shape, self.contexts[0], choice, learns, passes, draft)
 
     # Launching
 
@@ -234,6 +236,7 @@ class DeviceRounds:
         padded_rows = padded(num_rows, ROWS)
         plan = self._plan(batch, num_rows, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
+        self.step_tokens = plan.tokens
         in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
         longest = 0
         for row in rows:
@@ -255,7 +258,7 @@ class DeviceRounds:
                     self._send_text(round, row, sequence.ids)
             choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
-            context = context_for(longest, target.contexts)
+            context = context_for(longest, self.contexts)
             propose, finish = self._capture(
                 *(round, buffers, tables, shape, context, choice, learns, plan.max_passes, draft)
             )
@@ -301,7 +304,9 @@ class DeviceRounds:
         """Sizes of steps with trees, each much larger than the one before, since every one is captured."""
         if self.controller is None:
             return []
-        most = min((self._target.max_tokens or MAX_TREE_TOKENS) - num_prefill, MAX_TREE_TOKENS)
+        most = MAX_TREE_TOKENS
+        if num_prefill:  # trees take what the step is padded with: a larger step would be mostly padding
+            most = min(self._target.size_for(padded_rows + num_prefill) - num_prefill, MAX_TREE_TOKENS)
         most = min(most, num_rows * (1 + RoundShape(padded_rows, 0).cap))
         ratio = 2.0 if padded_rows < _MANY_ROWS else 1.5  # with many rows a few nodes more or less cost much
         sizes: list[int] = []

@@ -310,7 +310,11 @@ class Scheduler:
         most *= min(LONG_TEXT / max(longest, 1), 1)
         opened = ((prefill.batch, prefill.unread) for prefill in self._prefills)
         rows = ((batch, row) for batch, unread in opened if batch is not None for row in unread)
-        return next_chunks(rows, max(int(most) - len(self._jobs), LEAST_CHUNK))
+        # Trees of the device take about as many tokens as in the round before.
+        others = len(self._jobs)
+        if True in self._batches and self.engine.device_rounds is not None:
+            others = max(others, self.engine.device_rounds.step_tokens)
+        return next_chunks(rows, max(int(most) - others, LEAST_CHUNK))
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:
         """A step of prompt chunks alone, while no request is decoded."""
