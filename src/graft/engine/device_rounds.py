@@ -50,6 +50,7 @@ _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _TABLES = ("trigram", "bigram", "adjacency")
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
 _MANY_ROWS = 16
+_STAGED = 1 << 18  # numbers that may be on their way to the device, twice
 _RING = 3  # rounds whose inputs and results have memory of their own
 
 
@@ -124,6 +125,7 @@ class DeviceRounds:
         self._ended: Any = None  # the mark at the end of the round before
         self._num_past = 0  # tokens of finished texts ever written
         self.step_tokens = 0  # of the last round's trees, with padding
+        self._staging = _Staging(target.device)
 
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
@@ -367,7 +369,7 @@ class DeviceRounds:
     def _send_text(self, round: DeviceRound, row: Row, ids: Sequence[int]) -> None:
         """Send a row's text to the device."""
         texts, at = round.texts, row.block_table_row
-        there = _sent([*ids], texts.own.device)
+        there = self._staging.send([*ids])
         texts.own[at, : len(ids)].copy_(there)
         texts.lengths[at : at + 1].fill_(len(ids))
         self._known.add(row)
@@ -488,7 +490,7 @@ class DeviceRounds:
         columns[4, count:] = shape.rows
         by_row = step.by_row[:, : len(chunks)].copy()
         by_row[0] += first
-        numbers = _sent(np.concatenate([columns.ravel(), by_row.ravel()]), buffers.columns.device)
+        numbers = self._staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
         buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
         buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
         step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
@@ -505,7 +507,7 @@ class DeviceRounds:
             if round.tables is None:
                 return
             before = [-1, -1, *preceding][-2:][::-1]
-            numbers, salts = _sent([0, *before, 0], round.device), _sent([salt], round.device, torch.int64)
+            numbers, salts = self._staging.send([0, *before, 0]), self._staging.send([salt], torch.int64)
             columns = buffers.columns[:, first : first + count]
             rows = torch.zeros_like(columns[0])
             step = (columns[0].contiguous(), columns[1].contiguous(), columns[2].contiguous(), rows)
@@ -576,7 +578,7 @@ class DeviceRounds:
         texts = round.texts
         size = len(texts.past)
         ids = [*text[-size // 2 :], -1]
-        tokens, at = _sent(ids, texts.past.device), self._num_past % size
+        tokens, at = self._staging.send(ids), self._num_past % size
         for first, place, count in (
             (0, at, min(len(ids), size - at)),
             (size - at, 0, len(ids) - (size - at)),
@@ -585,7 +587,7 @@ class DeviceRounds:
                 texts.past[place : place + count].copy_(tokens[first : first + count])
                 texts.owners[place : place + count].fill_(owner)
         self._num_past += len(ids)
-        ends = _sent([self._num_past, max(self._num_past - size, 0)], texts.past.device, torch.int64)
+        ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
         texts.past_end.copy_(ends)
 
     # Taking results
@@ -690,12 +692,36 @@ def _state_of(pool: PagePool) -> tuple[int, ...]:
     return (id(pool), pool.num_table_rows, *pool.tables.shape)
 
 
-def _sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Numbers on the device, without waiting for it."""
-    there = torch.tensor(values, dtype=dtype) if isinstance(values, list) else torch.from_numpy(values).to(dtype)
-    if device.type == "cuda":
-        there = there.pin_memory()
-    return there.to(device, non_blocking=True)
+class _Staging:
+    """Pinned memory through which numbers are sent to the device without waiting for it.
+
+    It is used in turns, half by half. Memory pinned for each transfer could not be used again before the device has
+    done all that was launched before, and new memory is slow to get meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._here = [pinned_zeros((_STAGED,), torch.int32, device) for _ in range(2)]
+        self._left = [Event(device) for _ in range(2)]
+        self._half = self._end = 0
+
+    def send(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Numbers on the device."""
+        flat = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values)
+        numbers = flat.to(dtype).view(torch.int32)
+        size = len(numbers)
+        if size > _STAGED:
+            return flat.to(dtype).to(self._device)
+        if self._end + size > _STAGED:
+            self._left[self._half].record()
+            self._half, self._end = 1 - self._half, 0
+            self._left[self._half].wait()
+        here = self._here[self._half][self._end : self._end + size]
+        here.copy_(numbers)
+        self._end += -(-size // 4) * 4
+        there = torch.empty(size, dtype=torch.int32, device=self._device)
+        there.copy_(here, non_blocking=True)
+        return there.view(dtype)
 
 
 class _Instant:
