@@ -275,7 +275,6 @@ def few_programs(monkeypatch):
     """Real kernels, with little padding and without trial runs: every program takes its time in the interpreter."""
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)
     monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
-    monkeypatch.setattr(captured, "CHUNKS", (2,))
     monkeypatch.setattr(captured, "ENTRIES", (4,))
 
 
@@ -304,10 +303,10 @@ def test_a_pass_of_an_eagle3_head_behind_a_gate(norm_output, few_programs, made)
     _, state = text.open(PROMPT[:3])
     text.levels(state, 1, keep=3)
     drafter.fast.config = replace(drafter.fast.config, norm_output=norm_output)
-    buffers, shape = drafter._buffers[state.pool], drafter._shape(state)
-    written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels(shape).whole]
+    buffers, shape = drafter._buffers[state.pool], drafter._shape_of(1, 3)
+    written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels(shape)]
     written += [buffers.keys, buffers.values]
-    buffers.levels(shape).whole.zero_()
+    buffers.levels(shape).zero_()
     check_pass(lambda: drafter._run_root(buffers, shape), written, drafter.fast._multiply)
     drafter._run_root(buffers, shape)
     check_pass(lambda: drafter._run_expand(buffers, shape, 16), written, drafter.fast._multiply)
@@ -335,7 +334,6 @@ def test_a_pass_of_a_block_head_behind_a_gate(kind, keep, few_programs, made):
     target = StaticTarget(model, drafter.hidden_layers)
     state = drafter.open(target.open(1, 100))
     buffers, shape = drafter._buffers_of(state.pool), drafter._shape_of(1, keep)
-    drafter._claim(state)
-    there, _ = drafter._room_of(buffers, shape)
+    there = drafter._table_in(buffers, shape)
     written = [there, buffers.keys, buffers.values]
     check_pass(lambda: drafter._run_block(buffers, shape, 16, there), written, drafter.fast._multiply)
