@@ -23,7 +23,7 @@ _ATTENTION = "src/graft/model/kernels/attention.py"
 _BUDGET = "src/graft/spec_decode/budget.py"
 _CALIBRATION = "src/graft/spec_decode/calibration.py"
 _DETOKENIZER = "src/graft/request/detokenizer.py"
-_DEVICE_ROUNDS = "src/graft/engine/device_rounds.py"
+_DEVICE_ROWS = "src/graft/engine/device_rows.py"
 _ENGINE = "src/graft/engine/engine.py"
 _GRAPHS = "src/graft/model/cuda_graphs.py"
 _GUARD = "src/graft/server/guard.py"
@@ -132,21 +132,21 @@ FAULTS = (
     ),
     Fault(
         "rounds of the device: a bias does not keep the device from choosing",
-        _DEVICE_ROUNDS,
+        _DEVICE_ROWS,
         " or s.frequency_penalty or s.logit_bias\n",
         " or s.frequency_penalty\n",
         (_NEEDS_HOST + "[logit_bias]",),
     ),
     Fault(
         "rounds of the device: a presence penalty does not keep the device from choosing",
-        _DEVICE_ROUNDS,
+        _DEVICE_ROWS,
         "s.repetition_penalty != 1 or s.presence_penalty or",
         "s.repetition_penalty != 1 or",
         (_NEEDS_HOST + "[presence_penalty]",),
     ),
     Fault(
         "rounds of the device: a frequency penalty does not keep the device from choosing",
-        _DEVICE_ROUNDS,
+        _DEVICE_ROWS,
         "s.presence_penalty or s.frequency_penalty or s.logit_bias",
         "s.presence_penalty or s.logit_bias",
         (_NEEDS_HOST + "[frequency_penalty]",),
@@ -828,15 +828,15 @@ FAULTS = (
     ),
     Fault(
         "kernels: draws have the same noise at every position",
-        "src/graft/model/kernels/draw.py",
+        "src/graft/model/kernels/scores.py",
         "position = tl.load(positions + row) + tl.load(depths + token)",
         "position = tl.load(positions + row)",
         ("test_draw.py::test_draws_are_those_of_the_keyed_noise_at_every_token",),
     ),
     Fault(
         "kernels: of equal scores the last token is kept",
-        "src/graft/model/kernels/draw.py",
-        "| (ids ^ _ID_MASK).to(tl.int64)",
+        "src/graft/model/kernels/scores.py",
+        "| (ids ^ ID_MASK).to(tl.int64)",
         "| ids.to(tl.int64)",
         (_CUT + "[equal-512]",),
     ),

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 from captured_parts import Small
 from graft import Engine, SamplingSettings
-from graft.engine.device_rounds import needs_host
+from graft.engine.device_rows import needs_host
 from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner

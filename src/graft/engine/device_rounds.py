@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.hashing import mix64
+from graft.engine.device_learning import DeviceLearning
+from graft.engine.device_rows import Choice, needs_host
+from graft.engine.marks import new_mark, seconds_between
+from graft.engine.staging import Staging
 from graft.model import Chunk, Row, VerifyOutput
 from graft.model.captures import ROWS, Event, Run, context_for, padded, pinned_zeros
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
@@ -28,7 +30,6 @@ from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.model.runner import outputs_of
-from graft.model.sampler import SamplingSettings
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -39,41 +40,15 @@ from graft.spec_decode.controller import Controller, Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
-from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
-from graft.tree.device.tables import Tables
 from graft.tree.tree import PADDING, DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
-_TABLES = ("trigram", "bigram", "adjacency")
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
 _MANY_ROWS = 16
-_STAGED = 1 << 18  # numbers that may be on their way to the device, twice
 _RING = 3  # rounds whose inputs and results have memory of their own
-
-
-def needs_host(sequence: TokenSequence) -> bool:
-    """Whether the host has a part in the row's choices, or looks at each of its rounds."""
-    s: SamplingSettings = sequence.settings
-    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    is_watched = s.logprobs is not None or sequence.is_recorded
-    return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
-
-
-class Choice(IntEnum):
-    """How the tokens of a round are chosen; the highest that a row needs counts for all."""
-
-    GREEDY = 0
-    SAMPLED = 1
-    TRUNCATED = 2
-
-    @classmethod
-    def of(cls, settings: SamplingSettings) -> Choice:
-        if settings.temperature == 0:
-            return cls.GREEDY
-        return cls.TRUNCATED if settings.top_k or settings.top_p < 1 or settings.min_p else cls.SAMPLED
 
 
 @dataclass(eq=False)
@@ -103,7 +78,6 @@ class DeviceRounds:
         self._target, self.policy, self._drafter = target, policy, drafter
         self.controller: Controller | None = None
         self._sources = Sources(num_sources=1, num_buckets=1)
-        self._isolated = policy.isolated
         if isinstance(policy, Graft):
             grafter = policy.grafter
             budget, numbers = grafter.budget, {name: number for number, name in enumerate(grafter.sources)}
@@ -123,9 +97,9 @@ class DeviceRounds:
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
         self._flight: _Flight | None = None
         self._ended: Any = None  # the mark at the end of the round before
-        self._num_past = 0  # tokens of finished texts ever written
         self.step_tokens = 0  # of the last round's trees, with padding
-        self._staging = _Staging(target.device)
+        self._staging = Staging(target.device)
+        self._learned = DeviceLearning(policy, self._sources, self._staging)
 
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
@@ -264,7 +238,7 @@ class DeviceRounds:
             propose, finish = self._capture(
                 *(round, buffers, tables, shape, context, choice, learns, plan.max_passes, draft)
             )
-            marks = [_mark(target.device) for _ in range(4)]
+            marks = [new_mark(target.device) for _ in range(4)]
             self._load(round, batch.sequences, rows, shape, plan)
             marks[0].record()
             propose()
@@ -340,14 +314,14 @@ class DeviceRounds:
                 num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
                 num_passes=drafter.max_passes if drafter is not None else 0,
                 sources=self._sources,
-                known=old.tables if old is not None else self._new_tables(device),
+                known=old.tables if old is not None else self._learned.new_tables(self._target.vocab_size, device),
                 device=device,
             )
             if old is not None:
                 texts = self._round.texts
                 texts.past, texts.owners, texts.past_end = old.texts.past, old.texts.owners, old.texts.past_end
             else:
-                self._load_learned(self._round)
+                self._learned.load(self._round)
             size = self._round.num_inputs
             self._staged = itertools.cycle(
                 [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_RING)]
@@ -357,14 +331,6 @@ class DeviceRounds:
             )
             self._pool_state = _state_of(pool)
         return self._round
-
-    def _new_tables(self, device: torch.device) -> Tables | None:
-        if self._sources.tables is None:
-            return None
-        rows = 1 << 20 if self._isolated else 1 << 18
-        sizes = (rows, rows, rows if self._isolated else self._target.vocab_size)
-        factors = mix64(torch.arange(4)) | 1
-        return Tables.make(sizes, (True, True, self._isolated), factors, self._isolated, device)
 
     def _send_text(self, round: DeviceRound, row: Row, ids: Sequence[int]) -> None:
         """Send a row's text to the device."""
@@ -394,7 +360,7 @@ class DeviceRounds:
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
-            "owners": [self._owner(sequence) for sequence in sequences],
+            "owners": [self._learned.owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
             "kinds": [own.kind for own in draws],
             "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
@@ -414,12 +380,6 @@ class DeviceRounds:
             inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
-
-    def _owner(self, sequence: TokenSequence) -> int:
-        """Whose finished texts a row sees; 0: those of all."""
-        if not self._isolated or sequence.owner is None:
-            return 0
-        return 1 + hash(sequence.owner) % (2**31 - 1)
 
     # Inside graphs
 
@@ -516,79 +476,20 @@ class DeviceRounds:
 
     # What was learned
 
-    def _load_learned(self, round: DeviceRound) -> None:
-        """Send what the host's retrievers have learned or restored to the device."""
-        state = {key: value for each in self.policy.retrievers for key, value in each.state().items()}
-        if round.tables is not None:
-            round.tables.entries.fill_(-1)
-            for number, name in enumerate(_TABLES):
-                held = part_of(state, name)
-                rows = held["rows"].long().to(round.device) + round.tables.starts[number]
-                round.tables.entries[rows] = held["entries"].to(round.device)
-                if "tags" in held:
-                    round.tables.tags[rows] = held["tags"].to(round.device)
-        past = part_of(state, "past")
-        self._num_past = 0
-        if past and self._sources.copies is not None:
-            for text in past["tokens"].split(past["lengths"].tolist()):
-                self._add_past(round, text.tolist(), 0)
-
     def state(self) -> dict[str, Tensor]:
         """What was learned on the device, in the form of the retrievers' own states."""
-        round = self._round
-        if round is None or round.tables is None:
-            return {}
-        held: dict[str, Tensor] = {}
-        ends = [*round.tables.starts.tolist(), len(round.tables.entries)]
-        for number, (name, (first, end)) in enumerate(zip(_TABLES, itertools.pairwise(ends), strict=True)):
-            entries, tags = round.tables.entries[first:end], round.tables.tags[first:end]
-            rows = (entries[:, 0] >= 0).nonzero().squeeze(1)
-            own = {"rows": rows.int().cpu(), "entries": entries[rows].cpu()}
-            is_hashed = int(round.tables.row_bits[number]) > 0
-            held |= named(name, own | ({"tags": tags[rows].cpu()} if is_hashed else {}))
-        if not self._isolated:
-            held |= named("past", self._past_state(round))
-        return held
-
-    def _past_state(self, round: DeviceRound) -> dict[str, Tensor]:
-        """The finished texts, without the oldest one if a part of it was overwritten."""
-        size = len(round.texts.past)
-        first = max(self._num_past - size, 0)
-        places = torch.arange(first, self._num_past, device=round.device) % size
-        tokens = round.texts.past[places].tolist()
-        texts = [list(group) for is_text, group in itertools.groupby(tokens, lambda token: token >= 0) if is_text]
-        texts = texts[1:] if first else texts
-        flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
-        return {"tokens": flat, "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64)}
+        return self._learned.state(self._round) if self._round is not None else {}
 
     def reload(self) -> None:
         """Take over the state that the host's retrievers were restored to."""
         if self._round is not None:
-            self._load_learned(self._round)
-
-    # Finished texts
+            self._learned.load(self._round)
 
     def finish_text(self, sequence: TokenSequence) -> None:
         """Add a finished text to those that copies come from."""
-        if self._round is None or self._sources.copies is None or (self._isolated and sequence.owner is None):
-            return
-        self._add_past(self._round, sequence.ids, self._owner(sequence))
-
-    def _add_past(self, round: DeviceRound, text: Sequence[int], owner: int) -> None:
-        texts = round.texts
-        size = len(texts.past)
-        ids = [*text[-size // 2 :], -1]
-        tokens, at = self._staging.send(ids), self._num_past % size
-        for first, place, count in (
-            (0, at, min(len(ids), size - at)),
-            (size - at, 0, len(ids) - (size - at)),
-        ):
-            if count > 0:
-                texts.past[place : place + count].copy_(tokens[first : first + count])
-                texts.owners[place : place + count].fill_(owner)
-        self._num_past += len(ids)
-        ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
-        texts.past_end.copy_(ends)
+        is_alone = self.policy.isolated and sequence.owner is None
+        if self._round is not None and self._sources.copies is not None and not is_alone:
+            self._learned.add_text(self._round, sequence.ids, self._learned.owner_of(sequence))
 
     # Taking results
 
@@ -646,12 +547,12 @@ class DeviceRounds:
         """Learn a round's times and outcome."""
         before, proposed, verified, finished = flight.marks
         ended, self._ended = self._ended, finished
-        seconds = [_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
+        seconds = [seconds_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
         for phase, own in zip(("propose", "verify", "accept"), seconds, strict=True):
             clock.seconds[phase] += own
         if self.controller is None:
             return
-        pause = _between(ended, before) if ended is not None else 0.0
+        pause = seconds_between(ended, before) if ended is not None else 0.0
         is_usual = flight.num_setups >= 0 and 0 <= pause < seconds[1]
         found, num_rows, shape = flight.results, len(flight.rows), flight.shape
         cap = shape.cap
@@ -690,53 +591,3 @@ def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:
 
 def _state_of(pool: PagePool) -> tuple[int, ...]:
     return (id(pool), pool.num_table_rows, *pool.tables.shape)
-
-
-class _Staging:
-    """Pinned memory through which numbers are sent to the device without waiting for it.
-
-    It is used in turns, half by half. Memory pinned for each transfer could not be used again before the device has
-    done all that was launched before, and new memory is slow to get meanwhile.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._here = [pinned_zeros((_STAGED,), torch.int32, device) for _ in range(2)]
-        self._left = [Event(device) for _ in range(2)]
-        self._half = self._end = 0
-
-    def send(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Numbers on the device."""
-        flat = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values)
-        numbers = flat.to(dtype).view(torch.int32)
-        size = len(numbers)
-        if size > _STAGED:
-            return flat.to(dtype).to(self._device)
-        if self._end + size > _STAGED:
-            self._left[self._half].record()
-            self._half, self._end = 1 - self._half, 0
-            self._left[self._half].wait()
-        here = self._here[self._half][self._end : self._end + size]
-        here.copy_(numbers)
-        self._end += -(-size // 4) * 4
-        there = torch.empty(size, dtype=torch.int32, device=self._device)
-        there.copy_(here, non_blocking=True)
-        return there.view(dtype)
-
-
-class _Instant:
-    """A mark in time where there is no GPU."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-
-def _mark(device: torch.device) -> Any:
-    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _Instant()
-
-
-def _between(first: Any, second: Any) -> float:
-    """Seconds between two marks."""
-    if isinstance(first, _Instant):
-        return float(second.at - first.at)
-    return float(first.elapsed_time(second)) / 1000

@@ -20,38 +20,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.sampler import EXP_BITS, EXP_TERMS, LOWEST, WEIGHT_BITS
+from graft.model.kernels.scores import (
+    EXP_BITS,
+    ID_MASK,
+    INFINITY,
+    MANTISSA_SHIFT,
+    NO_TOKEN,
+    NUM_BINS,
+    best_of,
+    bins_of,
+    halvings_of,
+    id_of,
+    is_likely,
+    is_truncated,
+    key_of,
+    load_logits,
+    mantissa_of,
+    order_of,
+    scaled_by,
+    score_of,
+    share_of,
+    store_choice,
+    weights_of,
+    with_noise,
+)
 
 _CHUNK = 1024  # logits of one program in the first kernel, which has one warp
 _WIDE_CHUNK = 2048  # in the others, which have eight: few registers, so that many programs wait for memory at once
 _ROOM = 2048  # tokens of a row that the last kernel can collect
-_ID_BITS = tl.constexpr(19)  # a vocabulary has fewer than 2^19 tokens
-_ID_MASK = tl.constexpr((1 << 19) - 1)
-_NUM_BINS = tl.constexpr(1024)
 _BINS_PER_HALVING = tl.constexpr(64)  # a bin spans 1.1 % of a weight; the last one begins at the 65,000th part
-_BIN_SHIFT = tl.constexpr(EXP_BITS - 6)
-_INFINITY = tl.constexpr(float("inf"))
-_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-_BEYOND = tl.constexpr(1 << 52)  # above every number of `_order_of`
-
-# The constants of `sampler.weights`.
-_EXP_BITS = tl.constexpr(EXP_BITS)
-_FULL_WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
-_LOWEST = tl.constexpr(LOWEST)
-_EXP_TERMS = tl.constexpr(EXP_TERMS)
-_NUM_TERMS = tl.constexpr(len(EXP_TERMS))
-_HALVINGS_PER_UNIT = tl.constexpr(3098164009)  # log2(e) in parts of 2^31
-# A weight is a mantissa of 26 bits, shifted. A bin holds the sum of its mantissas, and above it the number of tokens.
-_MANTISSA_SHIFT = tl.constexpr(WEIGHT_BITS - 26)
+_BEYOND = tl.constexpr(1 << 52)  # above every number of `order_of`
+# A bin holds the sum of its mantissas, and above it the number of tokens.
 _COUNT_SHIFT = tl.constexpr(45)
 _ONE_TOKEN = tl.constexpr(1 << 45)
 _SUM_MASK = tl.constexpr((1 << 45) - 1)
 _COUNT_MASK = tl.constexpr((1 << 19) - 1)
-
-# The constants of `hashing.mix64`.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-_SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
 def draw(
@@ -73,8 +76,8 @@ def draw(
     Work is queued without waiting, and shapes alone decide what is launched: a CUDA graph can hold it.
     """
     num_tokens, vocab_size = logits.shape
-    if truncates and vocab_size > _ID_MASK.value:
-        raise ValueError(f"a vocabulary of {vocab_size} tokens is too large to truncate: at most {_ID_MASK.value}")
+    if truncates and vocab_size > ID_MASK.value:
+        raise ValueError(f"a vocabulary of {vocab_size} tokens is too large to truncate: at most {ID_MASK.value}")
     if not num_tokens:
         return
     num_chunks, num_wide = triton.cdiv(vocab_size, _CHUNK), triton.cdiv(vocab_size, _WIDE_CHUNK)
@@ -85,7 +88,7 @@ def draw(
         *(temperatures, top_k, top_p, min_p, len(seeds), vocab_size),
     )
     has_bias = bias is not None
-    num_bins = _NUM_BINS.value if truncates else 1
+    num_bins = NUM_BINS.value if truncates else 1
     histogram = logits.new_empty(num_tokens, num_bins, dtype=torch.int64)
     counters = logits.new_empty(num_tokens, 2, dtype=torch.int32)
     _chunk_kernel[(num_tokens, num_chunks)](
@@ -136,141 +139,6 @@ def draw(
 
 
 @triton.jit
-def _is_truncated(
-    row: tl.tensor, temperatures: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab_size: tl.tensor
-) -> tl.tensor:
-    k = tl.load(top_k + row)
-    is_cut = ((k > 0) & (k < vocab_size)) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-    return is_cut & (tl.load(temperatures + row) > 0)
-
-
-@triton.jit
-def _load_logits(
-    logits: tl.tensor,
-    token_stride: tl.tensor,
-    bias: tl.tensor,
-    token: tl.tensor,
-    row: tl.tensor,
-    ids: tl.tensor,
-    vocab_size: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:
-    """Logits of one token, as float32; minus infinity beyond the vocabulary."""
-    inside = ids < vocab_size
-    x = tl.load(logits + token * token_stride + ids, mask=inside, other=-_INFINITY).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias + row.to(tl.int64) * vocab_size + ids, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
-def _scaled(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    return tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which draws rows that the host walks
-
-
-@triton.jit
-def _mixed(x: tl.tensor) -> tl.tensor:
-    """`hashing.mix64` of uint64."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> 30)) * _FIRST
-    x = (x ^ (x >> 27)) * _SECOND
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _key_of(token: tl.tensor, row: tl.tensor, depths: tl.tensor, seeds: tl.tensor, positions: tl.tensor) -> tl.tensor:
-    """The key of the noise at one token."""
-    position = tl.load(positions + row) + tl.load(depths + token)
-    return _mixed(_mixed(tl.load(seeds + row).to(tl.uint64)) + position.to(tl.uint64))
-
-
-@triton.jit
-def _with_noise(score: tl.tensor, ids: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Scores plus `sampler.gumbel_noise`, in float64."""
-    bits = _mixed(key + ids.to(tl.uint64) * _GOLDEN)
-    uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
-    return score.to(tl.float64) - tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _best(score: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The highest score and its token; of equal ones the first."""
-    value = tl.max(score, axis=0)
-    return value, tl.min(tl.where(score == value, ids, _NO_TOKEN), axis=0)
-
-
-@triton.jit
-def _store_choice(out: tl.tensor, value: tl.tensor, token: tl.tensor) -> None:
-    """Where all scores are minus infinity, or one is not a number, the choice is token 0."""
-    is_real = (value > -_INFINITY) & (token != _NO_TOKEN)
-    tl.store(out, tl.where(is_real, token, 0).to(tl.int64))
-
-
-@triton.jit
-def _halvings(score: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """How often a weight is half of the highest, in parts of 2^25: `sampler.weights`, first part."""
-    below = tl.where(score == highest, 0.0, highest - score)  # infinities are equal to themselves
-    below = tl.minimum(below, _LOWEST)
-    units = (below * 67108864.0).to(tl.int32).to(tl.uint32)  # in parts of 2^26
-    return tl.umulhi(units, _HALVINGS_PER_UNIT).to(tl.int32)
-
-
-@triton.jit
-def _mantissa(halvings: tl.tensor) -> tl.tensor:
-    """2^-f of the halvings' fraction f, in parts of 2^26."""
-    fraction = (halvings << (32 - _EXP_BITS)).to(tl.uint32, bitcast=True)
-    power = tl.zeros_like(fraction)
-    for term in tl.static_range(_NUM_TERMS):
-        power = _EXP_TERMS[_NUM_TERMS - 1 - term] - tl.umulhi(power, fraction)
-    return (power >> 4).to(tl.int64)
-
-
-@triton.jit
-def _weights(halvings: tl.tensor) -> tl.tensor:
-    """`sampler.weights`, second part."""
-    return (_mantissa(halvings) << _MANTISSA_SHIFT) >> (halvings >> _EXP_BITS).to(tl.int64)
-
-
-@triton.jit
-def _bins(halvings: tl.tensor) -> tl.tensor:
-    return tl.minimum(halvings >> _BIN_SHIFT, _NUM_BINS - 1)
-
-
-@triton.jit
-def _is_likely(weight: tl.tensor, min_p: tl.tensor) -> tl.tensor:
-    """Whether min-p keeps tokens of these weights."""
-    return weight.to(tl.float64) >= min_p.to(tl.float64) * _FULL_WEIGHT
-
-
-@triton.jit
-def _share(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """The weight at which top-p ends."""
-    return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _order_of(score: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Whole numbers in the order of the tokens: by score, and of equal scores the first token is the greatest."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0: they are equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << _ID_BITS) | (ids ^ _ID_MASK).to(tl.int64)
-
-
-@triton.jit
-def _id_of(order: tl.tensor) -> tl.tensor:
-    return ((order & _ID_MASK) ^ _ID_MASK).to(tl.int32)
-
-
-@triton.jit
-def _score_of(order: tl.tensor) -> tl.tensor:
-    ordered = (order >> _ID_BITS).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-# The first kernel
-
-
-@triton.jit
 def _chunk_kernel(
     logits: tl.tensor,
     token_stride: tl.int64,
@@ -300,21 +168,21 @@ def _chunk_kernel(
     if (row < 0) | (row >= num_rows):
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
     temperature = tl.load(temperatures + row)
     place = token * tl.num_programs(1) + chunk
-    if _is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size) & TRUNCATES:
+    if is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size) & TRUNCATES:
         tl.store(scores + place, tl.max(x, axis=0).to(tl.float64))
         bins = chunk * CLEARED + tl.arange(0, CLEARED)
-        tl.store(histogram + token * _NUM_BINS + bins, tl.zeros([CLEARED], tl.int64), mask=bins < _NUM_BINS)
+        tl.store(histogram + token * NUM_BINS + bins, tl.zeros([CLEARED], tl.int64), mask=bins < NUM_BINS)
         if chunk == 0:
             for number in tl.static_range(2):
                 tl.store(counters + token * 2 + number, 0)
     else:
         score = x.to(tl.float64)
         if temperature > 0:
-            score = _with_noise(_scaled(x, temperature), ids, _key_of(token, row, depths, seeds, positions))
-        value, choice = _best(tl.where(ids < vocab_size, score, -_INFINITY), ids)
+            score = with_noise(scaled_by(x, temperature), ids, key_of(token, row, depths, seeds, positions))
+        value, choice = best_of(tl.where(ids < vocab_size, score, -INFINITY), ids)
         tl.store(scores + place, value)
         tl.store(found + place, choice)
 
@@ -342,10 +210,10 @@ def _choose_among_chunks(
 ) -> None:
     chunk = tl.arange(0, CHUNKS)
     place = token * num_chunks + chunk
-    score = tl.load(scores + place, mask=chunk < num_chunks, other=-_INFINITY)
-    ids = tl.load(found + place, mask=chunk < num_chunks, other=_NO_TOKEN)
-    value, choice = _best(score, ids)
-    _store_choice(out + token, value, choice)
+    score = tl.load(scores + place, mask=chunk < num_chunks, other=-INFINITY)
+    ids = tl.load(found + place, mask=chunk < num_chunks, other=NO_TOKEN)
+    value, choice = best_of(score, ids)
+    store_choice(out + token, value, choice)
 
 
 # The second kernel
@@ -384,29 +252,29 @@ def _histogram_kernel(
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
         return
-    if not _is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
         if chunk == 0:
             _choose_among_chunks(scores, found, token, num_chunks, out, CHUNKS)
         return
     temperature = tl.load(temperatures + row)
     each = tl.arange(0, CHUNKS)
-    highest = tl.load(scores + token * num_chunks + each, mask=each < num_chunks, other=-_INFINITY)
-    highest = _scaled(tl.max(highest, axis=0).to(tl.float32), temperature)
+    highest = tl.load(scores + token * num_chunks + each, mask=each < num_chunks, other=-INFINITY)
+    highest = scaled_by(tl.max(highest, axis=0).to(tl.float32), temperature)
 
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab_size
-    x = _load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-    halvings = _halvings(_scaled(x, temperature), highest)
-    bins = _bins(halvings)
+    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+    halvings = halvings_of(scaled_by(x, temperature), highest)
+    bins = bins_of(halvings)
     # The mantissa is shifted here where its low bits are lost, and otherwise when the histogram is read.
-    shift = tl.maximum((halvings >> _EXP_BITS) - _MANTISSA_SHIFT, 0).to(tl.int64)
-    entry = (_mantissa(halvings) >> shift) + _ONE_TOKEN
-    is_near = inside & (bins < _NUM_BINS - 1)
-    own = histogram + token * _NUM_BINS
+    shift = tl.maximum((halvings >> EXP_BITS) - MANTISSA_SHIFT, 0).to(tl.int64)
+    entry = (mantissa_of(halvings) >> shift) + _ONE_TOKEN
+    is_near = inside & (bins < NUM_BINS - 1)
+    own = histogram + token * NUM_BINS
     tl.atomic_add(own + bins, entry, mask=is_near, sem="relaxed")
     # Most tokens are far below the highest. They share the last bin, so their chunk adds them at once.
-    far = tl.sum(tl.where(inside & (bins == _NUM_BINS - 1), entry, 0), axis=0)
-    tl.atomic_add(own + _NUM_BINS - 1, far, sem="relaxed")
+    far = tl.sum(tl.where(inside & (bins == NUM_BINS - 1), entry, 0), axis=0)
+    tl.atomic_add(own + NUM_BINS - 1, far, sem="relaxed")
 
     tl.debug_barrier()  # all threads' additions precede this one
     if tl.atomic_add(counters + token * 2, 1, sem="acq_rel") == tl.num_programs(1) - 1:
@@ -430,24 +298,24 @@ def _find_range(
 
     The range begins at bin 0 if all tokens up to its end can be collected. It begins at -1 if too many are inside.
     """
-    bins = tl.arange(0, _NUM_BINS)
+    bins = tl.arange(0, NUM_BINS)
     entry = tl.load(histogram + bins, cache_modifier=".cg")  # added to by other programs: not from the nearest cache
     count = (entry >> _COUNT_SHIFT) & _COUNT_MASK
-    shift = tl.maximum(-(bins // _BINS_PER_HALVING - _MANTISSA_SHIFT), 0).to(tl.int64)
+    shift = tl.maximum(-(bins // _BINS_PER_HALVING - MANTISSA_SHIFT), 0).to(tl.int64)
     weight = (entry & _SUM_MASK) << shift
     counts, weights = tl.cumsum(count, axis=0), tl.cumsum(weight, axis=0)
 
     has_k, has_p = (top_k > 0) & (top_k < vocab_size), top_p < 1
-    k_bin = tl.min(tl.where((counts >= top_k) & has_k, bins, _NUM_BINS - 1), axis=0)
+    k_bin = tl.min(tl.where((counts >= top_k) & has_k, bins, NUM_BINS - 1), axis=0)
     # At least this weight remains after top-k: it is exact without a top-k.
     remaining = tl.sum(tl.where((bins < k_bin) | (has_k == 0), weight, 0), axis=0)
-    p_bin = tl.min(tl.where(weights >= _share(top_p, remaining), bins, k_bin), axis=0)
+    p_bin = tl.min(tl.where(weights >= share_of(top_p, remaining), bins, k_bin), axis=0)
     p_bin = tl.where(has_p, p_bin, k_bin)
     first, last = p_bin, tl.where(has_k, k_bin, p_bin)
 
     # One bin more than the logarithm says, which is rounded.
-    min_bin = tl.where(min_p > 0, -tl.log2(tl.maximum(min_p, 1e-30)) * _BINS_PER_HALVING + 1, _NUM_BINS)
-    min_bin = tl.minimum(min_bin, _NUM_BINS - 1).to(tl.int32)
+    min_bin = tl.where(min_p > 0, -tl.log2(tl.maximum(min_p, 1e-30)) * _BINS_PER_HALVING + 1, NUM_BINS)
+    min_bin = tl.minimum(min_bin, NUM_BINS - 1).to(tl.int32)
     has_cut = (has_k | has_p) & (min_bin >= first)
     first, last = tl.where(has_cut, first, min_bin + 1), tl.where(has_cut, last, min_bin)
 
@@ -497,7 +365,7 @@ def _collect_kernel(
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
         return
-    if not _is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
         return
     own = ranges + token * 6
     first, last = tl.load(own).to(tl.int32), tl.load(own + 1).to(tl.int32)
@@ -505,26 +373,26 @@ def _collect_kernel(
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab_size
-    x = _load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-    score = _scaled(x, tl.load(temperatures + row))
-    halvings = _halvings(score, tl.load(highest_scores + token))
-    bins = _bins(halvings)
+    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+    score = scaled_by(x, tl.load(temperatures + row))
+    halvings = halvings_of(score, tl.load(highest_scores + token))
+    bins = bins_of(halvings)
     is_kept = inside & (bins < first)
     place = token * tl.num_programs(1) + chunk
     if tl.max(is_kept.to(tl.int32), axis=0) > 0:
-        is_kept = is_kept & _is_likely(_weights(halvings), tl.load(min_p + row))
-        drawn = _with_noise(score, ids, _key_of(token, row, depths, seeds, positions))
-        value, choice = _best(tl.where(is_kept, drawn, -_INFINITY), ids)
+        is_kept = is_kept & is_likely(weights_of(halvings), tl.load(min_p + row))
+        drawn = with_noise(score, ids, key_of(token, row, depths, seeds, positions))
+        value, choice = best_of(tl.where(is_kept, drawn, -INFINITY), ids)
         tl.store(scores + place, value)
         tl.store(found + place, choice)
     else:
-        tl.store(scores + place, tl.full([], -_INFINITY, tl.float64))
+        tl.store(scores + place, tl.full([], -INFINITY, tl.float64))
     is_inside = (inside & (bins >= first) & (bins <= last)).to(tl.int32)
     number = tl.sum(is_inside, axis=0)
     if number > 0:
         start = tl.atomic_add(counters + token * 2 + 1, number, sem="relaxed")
         there = collected + token * ROOM + start + tl.cumsum(is_inside, axis=0) - 1
-        tl.store(there, _order_of(score, ids), mask=is_inside > 0)
+        tl.store(there, order_of(score, ids), mask=is_inside > 0)
 
 
 # The fourth kernel
@@ -563,11 +431,11 @@ def _cut_kernel(
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
         return
-    if not _is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
         return
     temperature, highest = tl.load(temperatures + row), tl.load(highest_scores + token)
     k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    key = _key_of(token, row, depths, seeds, positions)
+    key = key_of(token, row, depths, seeds, positions)
     own = ranges + token * 6
     if tl.load(own) < 0:
         inputs = (logits, token_stride, bias, token, row, temperature, highest, vocab_size)
@@ -577,21 +445,21 @@ def _cut_kernel(
     at = tl.arange(0, ROOM)
     is_real = at < number
     order = tl.load(collected + token * ROOM + at, mask=is_real, other=0)
-    score, ids = _score_of(order), _id_of(order)
-    weight = tl.where(is_real, _weights(_halvings(score, highest)), 0)
+    score, ids = score_of(order), id_of(order)
+    weight = tl.where(is_real, weights_of(halvings_of(score, highest)), 0)
     if tl.load(own + 5) > 0:
         before, weight_before, total = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)
         lowest = _cut(order, weight, is_real, k, p, before, weight_before, total, vocab_size)
         is_real = is_real & (order >= lowest)
-    is_kept = is_real & _is_likely(weight, least)
-    value, choice = _best(tl.where(is_kept, _with_noise(score, ids, key), -_INFINITY), ids)
+    is_kept = is_real & is_likely(weight, least)
+    value, choice = best_of(tl.where(is_kept, with_noise(score, ids, key), -INFINITY), ids)
     # Chunks have drawn among the tokens before the range.
     chunk = tl.arange(0, CHUNKS)
     place = token * num_chunks + chunk
-    kept_value = tl.load(scores + place, mask=chunk < num_chunks, other=-_INFINITY)
-    kept_value, kept_choice = _best(kept_value, tl.load(found + place, mask=chunk < num_chunks, other=_NO_TOKEN))
+    kept_value = tl.load(scores + place, mask=chunk < num_chunks, other=-INFINITY)
+    kept_value, kept_choice = best_of(kept_value, tl.load(found + place, mask=chunk < num_chunks, other=NO_TOKEN))
     is_better = (kept_value > value) | ((kept_value == value) & (kept_choice < choice))
-    _store_choice(out + token, tl.where(is_better, kept_value, value), tl.where(is_better, kept_choice, choice))
+    store_choice(out + token, tl.where(is_better, kept_value, value), tl.where(is_better, kept_choice, choice))
 
 
 @triton.jit
@@ -613,7 +481,7 @@ def _cut(
         lowest = _last_of(order, is_real.to(tl.int64), top_k - count_before, lowest, highest)
         total = weight_before + tl.sum(tl.where(order >= lowest, weight, 0), axis=0)
     if top_p < 1:
-        lowest = _last_of(order, weight, _share(top_p, total) - weight_before, lowest, highest)
+        lowest = _last_of(order, weight, share_of(top_p, total) - weight_before, lowest, highest)
     return lowest
 
 
@@ -646,19 +514,19 @@ def _draw_row(
         lowest = _last_of_row(inputs, top_k, lowest, True, HAS_BIAS, CHUNK)
     if top_p < 1:
         total = _amount_from(inputs, lowest, False, HAS_BIAS, CHUNK)
-        lowest = _last_of_row(inputs, _share(top_p, total), lowest, False, HAS_BIAS, CHUNK)
-    best, choice = tl.full([], -_INFINITY, tl.float64), tl.full([], _NO_TOKEN, tl.int32)
+        lowest = _last_of_row(inputs, share_of(top_p, total), lowest, False, HAS_BIAS, CHUNK)
+    best, choice = tl.full([], -INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, CHUNK):
         ids = start + tl.arange(0, CHUNK)
-        x = _load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-        score = _scaled(x, temperature)
-        is_kept = (ids < vocab_size) & (_order_of(score, ids) >= lowest)
-        is_kept = is_kept & _is_likely(_weights(_halvings(score, highest)), min_p)
+        x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+        score = scaled_by(x, temperature)
+        is_kept = (ids < vocab_size) & (order_of(score, ids) >= lowest)
+        is_kept = is_kept & is_likely(weights_of(halvings_of(score, highest)), min_p)
         if tl.max(is_kept.to(tl.int32), axis=0) > 0:
-            value, found = _best(tl.where(is_kept, _with_noise(score, ids, key), -_INFINITY), ids)
+            value, found = best_of(tl.where(is_kept, with_noise(score, ids, key), -INFINITY), ids)
             choice = tl.where(value > best, found, choice)
             best = tl.maximum(value, best)
-    _store_choice(out + token, best, choice)
+    store_choice(out + token, best, choice)
 
 
 @triton.jit
@@ -692,11 +560,11 @@ def _amount_from(
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, vocab_size, CHUNK):
         ids = start + tl.arange(0, CHUNK)
-        x = _load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-        score = _scaled(x, temperature)
-        is_counted = (ids < vocab_size) & (_order_of(score, ids) >= lowest)
+        x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+        score = scaled_by(x, temperature)
+        is_counted = (ids < vocab_size) & (order_of(score, ids) >= lowest)
         if BY_COUNT:
             total += is_counted.to(tl.int64)
         else:
-            total += tl.where(is_counted, _weights(_halvings(score, highest)), 0)
+            total += tl.where(is_counted, weights_of(halvings_of(score, highest)), 0)
     return tl.sum(total, axis=0)

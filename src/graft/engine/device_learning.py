@@ -1,0 +1,103 @@
+"""What rounds on the device learn: n-gram tables and finished texts, exchanged with the retrievers of the host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graft.engine.staging import Staging
+from graft.hashing import mix64
+from graft.request.sequence import Sequence as TokenSequence
+from graft.spec_decode.policies import Policy
+from graft.spec_decode.proposers.base import named, part_of
+from graft.tree.device.round import DeviceRound, Sources
+from graft.tree.device.tables import Tables
+
+_TABLES = ("trigram", "bigram", "adjacency")
+_ROWS, _ISOLATED_ROWS = 1 << 18, 1 << 20  # of a hashed table
+
+
+class DeviceLearning:
+    """Fills the tables and the ring of finished texts of a `DeviceRound`."""
+
+    def __init__(self, policy: Policy, sources: Sources, staging: Staging) -> None:
+        self._policy, self._sources, self._staging = policy, sources, staging
+        self._num_past = 0  # tokens of finished texts ever written
+        self._owners: dict[int, int] = {}  # small numbers of owners, from 1
+
+    def owner_of(self, sequence: TokenSequence) -> int:
+        """The number of a row's owner, whose finished texts it sees; 0: those of all."""
+        if not self._policy.isolated or sequence.owner is None:
+            return 0
+        return self._owners.setdefault(sequence.owner, 1 + len(self._owners))
+
+    def new_tables(self, vocab_size: int, device: torch.device) -> Tables | None:
+        if self._sources.tables is None:
+            return None
+        isolated = self._policy.isolated
+        rows = _ISOLATED_ROWS if isolated else _ROWS
+        factors = mix64(torch.arange(4)) | 1  # as those of `SuccessorTable`
+        sizes = (rows, rows, rows if isolated else vocab_size)
+        return Tables.make(sizes, (True, True, isolated), factors, isolated, device)
+
+    def load(self, round: DeviceRound) -> None:
+        """Send what the host's retrievers have learned or restored to the device."""
+        state = {key: value for each in self._policy.retrievers for key, value in each.state().items()}
+        if round.tables is not None:
+            round.tables.entries.fill_(-1)
+            for number, name in enumerate(_TABLES):
+                held = part_of(state, name)
+                rows = held["rows"].long().to(round.device) + round.tables.starts[number]
+                round.tables.entries[rows] = held["entries"].to(round.device)
+                if "tags" in held:
+                    round.tables.tags[rows] = held["tags"].to(round.device)
+        past = part_of(state, "past")
+        self._num_past = 0
+        if past and self._sources.copies is not None:
+            for text in past["tokens"].split(past["lengths"].tolist()):
+                self.add_text(round, text.tolist(), 0)
+
+    def state(self, round: DeviceRound) -> dict[str, Tensor]:
+        """What was learned on the device, in the form of the retrievers' own states."""
+        if round.tables is None:
+            return {}
+        held: dict[str, Tensor] = {}
+        ends = [*round.tables.starts.tolist(), len(round.tables.entries)]
+        for number, (name, (first, end)) in enumerate(zip(_TABLES, itertools.pairwise(ends), strict=True)):
+            entries, tags = round.tables.entries[first:end], round.tables.tags[first:end]
+            rows = (entries[:, 0] >= 0).nonzero().squeeze(1)
+            own = {"rows": rows.int().cpu(), "entries": entries[rows].cpu()}
+            is_hashed = int(round.tables.row_bits[number]) > 0
+            held |= named(name, own | ({"tags": tags[rows].cpu()} if is_hashed else {}))
+        if not self._policy.isolated:
+            held |= named("past", self._texts(round))
+        return held
+
+    def _texts(self, round: DeviceRound) -> dict[str, Tensor]:
+        """The finished texts, without the oldest one if a part of it was overwritten."""
+        size = len(round.texts.past)
+        first = max(self._num_past - size, 0)
+        places = torch.arange(first, self._num_past, device=round.device) % size
+        tokens = round.texts.past[places].tolist()
+        texts = [list(group) for is_text, group in itertools.groupby(tokens, lambda token: token >= 0) if is_text]
+        texts = texts[1:] if first else texts
+        flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
+        return {"tokens": flat, "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64)}
+
+    def add_text(self, round: DeviceRound, text: Sequence[int], owner: int) -> None:
+        """Write a finished text over the oldest ones."""
+        texts = round.texts
+        size = len(texts.past)
+        ids = [*text[-size // 2 :], -1]
+        tokens, at = self._staging.send(ids), self._num_past % size
+        before_wrap = min(len(ids), size - at)
+        for first, place, count in ((0, at, before_wrap), (before_wrap, 0, len(ids) - before_wrap)):
+            if count > 0:
+                texts.past[place : place + count].copy_(tokens[first : first + count])
+                texts.owners[place : place + count].fill_(owner)
+        self._num_past += len(ids)
+        ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
+        texts.past_end.copy_(ends)

@@ -1,0 +1,30 @@
+"""What the rounds of the device ask of a row: whether it needs the host, and how its tokens are chosen."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from graft.model.sampler import SamplingSettings
+from graft.request.sequence import Sequence
+
+
+def needs_host(sequence: Sequence) -> bool:
+    """Whether the host has a part in the row's choices, or looks at each of its rounds."""
+    s: SamplingSettings = sequence.settings
+    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+    is_watched = s.logprobs is not None or sequence.is_recorded
+    return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
+
+
+class Choice(IntEnum):
+    """How the tokens of a round are chosen; the highest that a row needs counts for all."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    TRUNCATED = 2
+
+    @classmethod
+    def of(cls, settings: SamplingSettings) -> Choice:
+        if settings.temperature == 0:
+            return cls.GREEDY
+        return cls.TRUNCATED if settings.top_k or settings.top_p < 1 or settings.min_p else cls.SAMPLED

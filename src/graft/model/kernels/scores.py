@@ -1,0 +1,153 @@
+"""Functions that the kernels of `draw` share: logits and their noise, and weights of scores as whole numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graft.model.sampler import EXP_BITS as SAMPLER_EXP_BITS
+from graft.model.sampler import EXP_TERMS, LOWEST, WEIGHT_BITS
+from graft.tree.device.noise import GOLDEN, mixed
+
+_ID_BITS = tl.constexpr(19)  # a vocabulary has fewer than 2^19 tokens
+ID_MASK = tl.constexpr((1 << 19) - 1)
+NUM_BINS = tl.constexpr(1024)
+_BIN_SHIFT = tl.constexpr(SAMPLER_EXP_BITS - 6)
+INFINITY = tl.constexpr(float("inf"))
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+# The constants of `sampler.weights`.
+EXP_BITS = tl.constexpr(SAMPLER_EXP_BITS)
+_FULL_WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
+_LOWEST = tl.constexpr(LOWEST)
+_EXP_TERMS = tl.constexpr(EXP_TERMS)
+_NUM_TERMS = tl.constexpr(len(EXP_TERMS))
+_HALVINGS_PER_UNIT = tl.constexpr(3098164009)  # log2(e) in parts of 2^31
+# A weight is a mantissa of 26 bits, shifted.
+MANTISSA_SHIFT = tl.constexpr(WEIGHT_BITS - 26)
+
+
+@triton.jit
+def is_truncated(
+    row: tl.tensor, temperatures: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab_size: tl.tensor
+) -> tl.tensor:
+    k = tl.load(top_k + row)
+    is_cut = ((k > 0) & (k < vocab_size)) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+    return is_cut & (tl.load(temperatures + row) > 0)
+
+
+@triton.jit
+def load_logits(
+    logits: tl.tensor,
+    token_stride: tl.tensor,
+    bias: tl.tensor,
+    token: tl.tensor,
+    row: tl.tensor,
+    ids: tl.tensor,
+    vocab_size: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """Logits of one token, as float32; minus infinity beyond the vocabulary."""
+    inside = ids < vocab_size
+    x = tl.load(logits + token * token_stride + ids, mask=inside, other=-INFINITY).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + row.to(tl.int64) * vocab_size + ids, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def scaled_by(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    return tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which draws rows that the host walks
+
+
+@triton.jit
+def key_of(token: tl.tensor, row: tl.tensor, depths: tl.tensor, seeds: tl.tensor, positions: tl.tensor) -> tl.tensor:
+    """The key of the noise at one token."""
+    position = tl.load(positions + row) + tl.load(depths + token)
+    return mixed(mixed(tl.load(seeds + row).to(tl.uint64)) + position.to(tl.uint64))
+
+
+@triton.jit
+def with_noise(score: tl.tensor, ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """Scores plus `sampler.gumbel_noise`, in float64."""
+    bits = mixed(key + ids.to(tl.uint64) * GOLDEN)
+    uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
+    return score.to(tl.float64) - tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def best_of(score: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The highest score and its token; of equal ones the first."""
+    value = tl.max(score, axis=0)
+    return value, tl.min(tl.where(score == value, ids, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def store_choice(out: tl.tensor, value: tl.tensor, token: tl.tensor) -> None:
+    """Where all scores are minus infinity, or one is not a number, the choice is token 0."""
+    is_real = (value > -INFINITY) & (token != NO_TOKEN)
+    tl.store(out, tl.where(is_real, token, 0).to(tl.int64))
+
+
+@triton.jit
+def halvings_of(score: tl.tensor, highest: tl.tensor) -> tl.tensor:
+    """How often a weight is half of the highest, in parts of 2^25: `sampler.weights`, first part."""
+    below = tl.where(score == highest, 0.0, highest - score)  # infinities are equal to themselves
+    below = tl.minimum(below, _LOWEST)
+    units = (below * 67108864.0).to(tl.int32).to(tl.uint32)  # in parts of 2^26
+    return tl.umulhi(units, _HALVINGS_PER_UNIT).to(tl.int32)
+
+
+@triton.jit
+def mantissa_of(halvings: tl.tensor) -> tl.tensor:
+    """2^-f of the halvings' fraction f, in parts of 2^26."""
+    fraction = (halvings << (32 - EXP_BITS)).to(tl.uint32, bitcast=True)
+    power = tl.zeros_like(fraction)
+    for term in tl.static_range(_NUM_TERMS):
+        power = _EXP_TERMS[_NUM_TERMS - 1 - term] - tl.umulhi(power, fraction)
+    return (power >> 4).to(tl.int64)
+
+
+@triton.jit
+def weights_of(halvings: tl.tensor) -> tl.tensor:
+    """`sampler.weights`, second part."""
+    return (mantissa_of(halvings) << MANTISSA_SHIFT) >> (halvings >> EXP_BITS).to(tl.int64)
+
+
+@triton.jit
+def bins_of(halvings: tl.tensor) -> tl.tensor:
+    return tl.minimum(halvings >> _BIN_SHIFT, NUM_BINS - 1)
+
+
+@triton.jit
+def is_likely(weight: tl.tensor, min_p: tl.tensor) -> tl.tensor:
+    """Whether min-p keeps tokens of these weights."""
+    return weight.to(tl.float64) >= min_p.to(tl.float64) * _FULL_WEIGHT
+
+
+@triton.jit
+def share_of(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """The weight at which top-p ends."""
+    return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def order_of(score: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """Whole numbers in the order of the tokens: by score, and of equal scores the first token is the greatest."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0: they are equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << _ID_BITS) | (ids ^ ID_MASK).to(tl.int64)
+
+
+@triton.jit
+def id_of(order: tl.tensor) -> tl.tensor:
+    return ((order & ID_MASK) ^ ID_MASK).to(tl.int32)
+
+
+@triton.jit
+def score_of(order: tl.tensor) -> tl.tensor:
+    ordered = (order >> _ID_BITS).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+# The first kernel
