@@ -17,7 +17,9 @@ from graft.model.llama import Rotary
 
 # Numbers of entries that graphs are captured for.
 ENTRIES = (4, 16, 64, 128, 256, 512)
-_TRANSFERS = 8  # transfers to the device that may be under way
+# Transfers to the device that may be under way: one for each prompt of a step, and the device may still be at the step
+# before. If they were too few, the host would wait for it.
+_TRANSFERS = 128
 
 Numeric = np.ndarray | Sequence[int]
 
