@@ -126,3 +126,67 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
         eager.setattr("graft.engine.engine.BY_ITSELF", ())
         plain = Engine(model, byte_tokenizer(), policy="off")
         assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
+
+
+def plain_text(engine, prompt, monkeypatch, **options):
+    with monkeypatch.context() as eager:
+        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
+        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
+
+
+def byte_engine(policy="off"):
+    model = tiny_model("llama", vocab_size=BYTE_VOCAB, max_position_embeddings=512).to(DEVICE)
+    return Engine(model, byte_tokenizer(), policy=policy)
+
+
+def test_streams_in_turn_lose_no_token(on_device, monkeypatch):
+    engine = byte_engine()
+    prompts = ["the one", "and the other one"]
+    streams = [engine.stream(prompt, max_new_tokens=9) for prompt in prompts]
+    texts = ["", ""]
+    for _ in range(20):
+        for number, stream in enumerate(streams):
+            texts[number] += next(stream, "")
+    assert texts == [plain_text(engine, prompt, monkeypatch, max_new_tokens=9) for prompt in prompts]
+
+
+def test_an_answer_may_end_while_another_prompt_is_read(on_device, monkeypatch):
+    engine = byte_engine()
+    asked = [("short", {"max_new_tokens": 2}), ("a prompt of many chunks " * 8, {"max_new_tokens": 3})]
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
+    try:
+        answers = [Asked(scheduler, prompt, **options) for prompt, options in asked]
+        texts = [answer.wait() for answer in answers]
+    finally:
+        scheduler.close()
+    assert texts == [[plain_text(engine, prompt, monkeypatch, **options)] for prompt, options in asked]
+
+
+def test_engines_over_one_model_do_not_share_what_rounds_were_captured_over(on_device, monkeypatch):
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 4}
+    expected = plain_ids(model, PROMPTS, monkeypatch, **options)
+    engines = [Engine(model, policy="off") for _ in range(2)]
+    for _ in range(2):
+        assert [[answer.ids for answer in engine.generate_batch(PROMPTS, **options)] for engine in engines] == [
+            expected,
+            expected,
+        ]
+    assert engines[0].device_rounds is not engines[1].device_rounds
+
+
+def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypatch):
+    engine = byte_engine()
+    monkeypatch.setattr(
+        "graft.engine.device_rounds.DeviceRounds._propose", lambda *given: (_ for _ in ()).throw(ValueError("no"))
+    )
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
+    try:
+        with pytest.warns(UserWarning, match="so the host makes them: ValueError: no"):
+            answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
+            texts = [answer.wait() for answer in answers]
+    finally:
+        scheduler.close()
+    assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
+    assert engine.device_rounds.failure == "ValueError: no"

@@ -56,6 +56,7 @@ class DeviceLearning:
                     round.tables.tags[rows] = held["tags"].to(round.device)
         past = part_of(state, "past")
         self._num_past = 0
+        round.texts.past_end.zero_()
         if past and self._sources.copies is not None:
             for text in past["tokens"].split(past["lengths"].tolist()):
                 self.add_text(round, text.tolist(), 0)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,20 @@ from torch import Tensor
 
 from graft.engine.device_learning import DeviceLearning
 from graft.engine.device_rows import Choice, needs_host
+from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
 from graft.engine.staging import Staging
 from graft.model import Chunk, Row, VerifyOutput
-from graft.model.captures import ROWS, Event, Run, context_for, padded, pinned_zeros
+from graft.model.captures import (
+    ROWS,
+    Event,
+    Run,
+    context_for,
+    first_line,
+    is_out_of_memory,
+    padded,
+    pinned_zeros,
+)
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
@@ -43,29 +53,17 @@ from graft.spec_decode.policies.off import Off
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
-from graft.tree.tree import PADDING, DraftTree
+from graft.tree.tree import DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
 _MANY_ROWS = 16
+_NUMBERS = itertools.count(1)  # of memories of rounds
 _RING = 3  # rounds whose inputs and results have memory of their own
 
 
-@dataclass(eq=False)
-class _Flight:
-    """A launched round, until its results are taken."""
-
-    sequences: list[TokenSequence]
-    rows: list[Row]
-    draft_rows: list[Any]  # the drafter's own rows; None without a drafter
-    shape: RoundShape
-    plan: Plan
-    num_prefill_tokens: int
-    results: dict[str, np.ndarray]
-    marks: Sequence[Any]  # events: before, proposed, verified, finished
-    done: Event
-    num_setups: int  # at launch: the time of a round with a capture says nothing
-    launched: float
+class RoundError(RuntimeError):
+    """Rounds of the device cannot be captured."""
 
 
 class DeviceRounds:
@@ -95,8 +93,10 @@ class DeviceRounds:
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._ended: Any = None  # the mark at the end of the round before
+        self._round_number = 0
+        self.failure: str | None = None  # why rounds cannot be captured, if they cannot
         self.step_tokens = 0  # of the last round's trees, with padding
         self._staging = Staging(target.device)
         self._learned = DeviceLearning(policy, self._sources, self._staging)
@@ -115,19 +115,27 @@ class DeviceRounds:
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
         """draft: the drafter's state of the rows."""
-        is_captured = self._target.is_captured and (self._drafter is None or self._drafter.is_captured(draft))
+        is_captured = (
+            self.failure is None
+            and self._target.is_captured
+            and (self._drafter is None or self._drafter.is_captured(draft))
+        )
         return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= MAX_TREE_TOKENS
 
     # A round
 
     def run(
         self, batch: Batch, clock: Clock, chunks: Sequence[Chunk], meanwhile: Callable[[], None]
-    ) -> list[VerifyOutput]:
-        """Launch a round, and take the results of the one before. Returns the output of the prompts' chunks."""
+    ) -> list[VerifyOutput] | None:
+        """Launch a round, and take the results of the one before. Returns the output of the prompts' chunks.
+
+        None: all answers have ended, so nothing was launched. Raises a `RoundError` if rounds cannot be captured here;
+        nothing has changed then.
+        """
         if self._flight is not None and (self._is_last(batch) or self._must_move()):
             self.flush(batch, clock)
-        flight: _Flight | None = None
-        read: list[VerifyOutput] = []
+        flight: Flight | None = None
+        read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
             flight, read = self._launch(batch, chunks)
         for sequence in batch.sequences:
@@ -164,14 +172,13 @@ class DeviceRounds:
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
             shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._sizes(rows, rows, 0))]
+            limits = self.controller.pass_limits if self.controller is not None else [0]
             for number, shape in enumerate(shapes):
                 target.progress(
                     Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
                 )
                 # A plain round is also made for rows that do not speculate, so nothing is learned from it.
-                kinds = (
-                    [(True, passes) for passes in self._pass_limits] if not shape.is_plain else [(True, 0), (False, 0)]
-                )
+                kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 for choice, (learns, passes) in itertools.product(Choice, kinds):
                     self._capture(round, buffers, tables, shape, self.contexts[0], choice, learns, passes, draft)
 
@@ -191,12 +198,13 @@ class DeviceRounds:
     ) -> tuple[Run, Run]:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
+        owner = self._round_number  # graphs are over this round's memory, and engines may share a target's graphs
         draws = choice is not Choice.GREEDY
         propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
-        propose_key = ("propose", num_passes, draws, *key)
+        propose_key = (owner, "propose", num_passes, draws, *key)
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
-        finish_key = ("finish", choice, learns, *key)
-        if not target.has_captured(finish_key):
+        finish_key = (owner, "finish", choice, learns, *key)
+        if not (target.has_captured(propose_key) and target.has_captured(finish_key)):
             # Warm-up runs before a capture change texts and pages, so they get rows of padding.
             self._load(round, [], [], shape, Plan(shape.tokens, 0, ()))
             target.capture(propose_key, propose)()
@@ -206,7 +214,9 @@ class DeviceRounds:
     def _must_move(self) -> bool:
         return self._round is not None and self._pool_state != _state_of(self._target.pool)
 
-    def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[_Flight, list[VerifyOutput]]:
+    def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+        if self.failure is not None:
+            raise RoundError(self.failure)
         target, rows = self._target, batch.cache.rows
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         padded_rows = padded(num_rows, ROWS)
@@ -235,9 +245,13 @@ class DeviceRounds:
             choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
             context = context_for(longest, self.contexts)
-            propose, finish = self._capture(
-                *(round, buffers, tables, shape, context, choice, learns, plan.max_passes, draft)
-            )
+            kind = (choice, learns, plan.max_passes, draft)
+            try:
+                propose, finish = self._capture(round, buffers, tables, shape, context, *kind)
+            except Exception as error:  # compilers and drivers raise anything
+                if is_out_of_memory(error):
+                    raise
+                raise self._give_up(first_line(error)) from error
             marks = [new_mark(target.device) for _ in range(4)]
             self._load(round, batch.sequences, rows, shape, plan)
             marks[0].record()
@@ -246,7 +260,7 @@ class DeviceRounds:
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest)
             if step is None:
-                raise RuntimeError("a step could not be captured")
+                raise self._give_up("its steps cannot be captured")
             step()
             marks[2].record()
             finish()
@@ -259,22 +273,24 @@ class DeviceRounds:
         results = {name: part.numpy() for name, part in round.results_in(here).items()}
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
         now = time.perf_counter()
-        flight = _Flight(
+        flight = Flight(
             *(list(batch.sequences), list(rows), draft_rows, shape, plan, num_prefill, results, marks, done),
             *(setups if setups == num_setups_of(target, self._drafter) else -1, now),
         )
         return flight, read
+
+    def _give_up(self, reason: str) -> RoundError:
+        """From now on the host makes all rounds."""
+        if self.failure is None:
+            warnings.warn(f"rounds cannot be captured in CUDA graphs, so the host makes them: {reason}", stacklevel=4)
+        self.failure = reason
+        return RoundError(reason)
 
     def _plan(self, batch: Batch, num_rows: int, padded_rows: int, num_prefill: int) -> Plan:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
         return self.controller.plan(num_rows, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
-
-    @property
-    def _pass_limits(self) -> list[int]:
-        """The numbers of draft passes that rounds are captured for. A pass that is not made costs a little as well."""
-        return self.controller.pass_limits if self.controller is not None else [0]
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees, each much larger than the one before, since every one is captured."""
@@ -305,6 +321,8 @@ class DeviceRounds:
         if self._round is None or self._must_move():
             drafter, device = self._drafter, pool.device
             old, self._known = self._round, weakref.WeakSet()
+            self._target.drop_captures(self._round_number)
+            self._round_number = next(_NUMBERS)
             self._round = DeviceRound(
                 max_rows=min(padded(pool.num_table_rows, ROWS), MAX_TREE_TOKENS),
                 num_table_rows=pool.num_table_rows,
@@ -459,6 +477,8 @@ class DeviceRounds:
 
     def learn_prompt(self, verified: VerifyOutput, preceding: Sequence[int], salt: int) -> None:
         """Let the tables learn from a chunk of a prompt that the last step read. preceding: the tokens before it."""
+        if self.failure is not None:
+            return
         target, (first, count) = self._target, (int(verified.index[0, 0]), verified.counts[0])
         with target.launching(1) as (buffers, _):
             if self._round is not None and self._must_move():
@@ -493,7 +513,7 @@ class DeviceRounds:
 
     # Taking results
 
-    def _take(self, flight: _Flight, batch: Batch, clock: Clock) -> None:
+    def _take(self, flight: Flight, batch: Batch, clock: Clock) -> None:
         """Extend the sequences that are still there by a round's tokens, and learn from it."""
         flight.done.wait()
         found, shape, num_rows = flight.results, flight.shape, len(flight.rows)
@@ -503,12 +523,11 @@ class DeviceRounds:
             own[: max(count - 1, 0)] for own, count in zip(found["places"][:num_rows].tolist(), counts, strict=True)
         ]
         num_passes = int(found["made"].sum()) if not shape.is_plain else 0
-        tree = self._tree(flight)
-        is_here = {id(row) for row in batch.cache.rows}
+        tree = flight.tree()
         names, common = self.policy.sources, self.policy.common_sources
         by_row = zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)
         for number, (sequence, row, draft_row, new, accepted) in enumerate(by_row):
-            if id(row) not in is_here or sequence.finish_reason is not None:
+            if not row.is_open or sequence.finish_reason is not None:
                 continue
             row.length += len(new)
             if draft_row is not None:
@@ -518,26 +537,9 @@ class DeviceRounds:
             _try(sequence, partial(sequence.extend, new, accepted, seen))
         self._count(flight, clock, tokens, nodes, num_passes, tree)
 
-    def _tree(self, flight: _Flight) -> DraftTree:
-        """The verified trees, on the host."""
-        found, num_rows = flight.results, len(flight.rows)
-        if flight.shape.is_plain:
-            return DraftTree.roots(torch.zeros(num_rows, dtype=torch.int64))
-        widths = found["num_nodes"][:num_rows] + 1
-        width, ends = int(widths.max()), np.cumsum(widths)
-        rows = np.repeat(np.arange(num_rows), widths)
-        places = np.arange(int(ends[-1])) - np.repeat(ends - widths, widths)
-        columns = np.zeros((5, num_rows, width), dtype=np.int64)
-        columns[3] = PADDING
-        flat = (*found["step"], found["origins"][0], found["origins"][1])
-        for column, values in zip((0, 1, 3, 4), flat, strict=True):
-            columns[column, rows, places] = values[: len(rows)]
-        tokens, parents, _, sources, needs = (torch.from_numpy(part) for part in columns)
-        return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, needs)
-
     def _count(
         self,
-        flight: _Flight,
+        flight: Flight,
         clock: Clock,
         tokens: list[list[int]],
         nodes: list[list[int]],

@@ -270,16 +270,17 @@ class Engine:
                     sequence.stats.prefill_seconds = prefill_seconds
                     sequence.stats.decode_seconds += seconds
                     sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
+                # Another batch's round may finish further ones meanwhile: they are dropped when they were shown too.
+                finished = [row for row, own in enumerate(batch.sequences) if own.finish_reason is not None]
                 yield batch.sequences
-                self._drop_finished(batch, learns=prefill is None, shares=shares)
+                self._drop(batch, finished, learns=prefill is None, shares=shares)
         finally:
             for sequence in batch.sequences:
                 sequence.conclude()
             batch.release()
 
-    def _drop_finished(self, batch: Batch, learns: bool, shares: bool) -> None:
-        """Remove finished sequences. learns, shares: whether the policy and the prefix cache may use them."""
-        finished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is not None]
+    def _drop(self, batch: Batch, finished: list[int], learns: bool, shares: bool) -> None:
+        """Remove finished rows. learns, shares: whether the policy and the prefix cache may use them."""
         if not finished:
             return
         for row in finished:
@@ -332,8 +333,20 @@ class Engine:
     ) -> None:
         """A round of the device: it is launched, and the one before is taken."""
         assert self.device_rounds is not None
-        read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
-        self._learn_prompts(chunks, read)
+        try:
+            read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
+        except RuntimeError:
+            if self.device_rounds.failure is None:
+                raise
+            # The device cannot make rounds here: the host takes over, with samplers that know the texts so far.
+            self.device_rounds.flush(batch, clock)
+            batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
+            self.run_round(batch, clock, chunks, meanwhile)
+            return
+        if read is not None:
+            self._learn_prompts(chunks, read)
+        elif chunks:
+            self.prefill(chunks)
 
     @property
     def device_rounds(self) -> DeviceRounds | None:

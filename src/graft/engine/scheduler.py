@@ -24,6 +24,7 @@ from graft.engine.jobs import LEAST_CHUNK, BusyError, Failure, Job, SchedulerSet
 from graft.engine.page_allocator import PageAllocator, failures_logged, log
 from graft.errors import GraftError
 from graft.model import NoRoomError
+from graft.model.captures import ROWS, padded
 from graft.model.step import LONG_TEXT
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
@@ -309,12 +310,13 @@ class Scheduler:
         longest = max((len(sequence.ids) for sequence in itertools.chain(self._jobs, reading)), default=0)
         most *= min(LONG_TEXT / max(longest, 1), 1)
         opened = ((prefill.batch, prefill.unread) for prefill in self._prefills)
-        rows = ((batch, row) for batch, unread in opened if batch is not None for row in unread)
+        unread = ((batch, row) for batch, waiting in opened if batch is not None for row in waiting)
         # Trees of the device take about as many tokens as in the round before.
         others = len(self._jobs)
         if True in self._batches and self.engine.device_rounds is not None:
-            others = max(others, self.engine.device_rounds.step_tokens)
-        return next_chunks(rows, max(int(most) - others, LEAST_CHUNK))
+            rows = padded(len(self._batches[True].sequences), ROWS)
+            others = max(others, rows, self.engine.device_rounds.step_tokens)
+        return next_chunks(unread, max(int(most) - others, LEAST_CHUNK))
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:
         """A step of prompt chunks alone, while no request is decoded."""
@@ -451,6 +453,12 @@ class Scheduler:
             # Nobody knows whose fault it was, and the rows are in no defined state.
             self._fail_batch(batch, error)
             self._fail_prefills(chunks, error)
+        if not batch.is_on_device and self._batches.get(True) is batch:  # the device could not go on
+            del self._batches[True]
+            if False in self._batches:
+                self._batches[False].join(batch)
+            else:
+                self._batches[False] = batch
         self._count_prefill(chunks, time.perf_counter() - start)
 
     def _report_all(self, batch: Batch) -> None:

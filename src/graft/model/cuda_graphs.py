@@ -407,6 +407,11 @@ class CapturedTarget(TargetRunner):
         """The graph of other work on the same buffers, captured under `key` at first use."""
         return self._graphs.captured(key, run)
 
+    def drop_captures(self, owner: int) -> None:
+        """Drop the graphs of `capture` whose keys begin with this number."""
+        for key in [key for key in self._graphs.steps if key[0] == owner]:
+            del self._graphs.steps[key]
+
     @property
     def is_captured(self) -> bool:
         """Whether steps are captured, or will be."""

@@ -44,6 +44,12 @@ class Row:
     offset: int = 0  # rotary position minus place in the text: an image takes fewer positions than places
     begun: Any = None  # a `runner.BegunStep`, left by a drafter that shares the target's layers
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the row has not been released."""
+        finalizer = self.__dict__.get("_finalizer")
+        return finalizer is None or finalizer.alive
+
     def take_begun(self) -> Any:
         """Take the begun step, if it still starts at the committed length."""
         begun, self.begun = self.begun, None

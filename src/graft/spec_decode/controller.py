@@ -172,8 +172,8 @@ class Controller:
 
     @property
     def pass_limits(self) -> list[int]:
-        """Numbers of draft passes that a round may be captured for, rising; 0 where only retrieval proposes."""
-        return [*range(_STEP, self.num_passes, _STEP), self.num_passes] if self.num_passes else [0]
+        """Numbers of draft passes that a round may be captured for, rising; with 0 only retrieval proposes."""
+        return [0, *range(_STEP, self.num_passes, _STEP), self.num_passes] if self.num_passes else [0]
 
     @property
     def _ratio(self) -> float:
