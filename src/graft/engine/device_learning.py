@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from graft.engine.staging import Staging
-from graft.hashing import mix64
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.base import named, part_of
+from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
 from graft.tree.device.round import DeviceRound, Sources
 from graft.tree.device.tables import Tables
 
 _TABLES = ("trigram", "bigram", "adjacency")
-_ROWS, _ISOLATED_ROWS = 1 << 18, 1 << 20  # of a hashed table
+_ROWS = 1 << 18  # of a hashed table
 
 
 class DeviceLearning:
@@ -38,10 +38,9 @@ class DeviceLearning:
         if self._sources.tables is None:
             return None
         isolated = self._policy.isolated
-        rows = _ISOLATED_ROWS if isolated else _ROWS
-        factors = mix64(torch.arange(4)) | 1  # as those of `SuccessorTable`
+        rows = ISOLATED_ROWS if isolated else _ROWS
         sizes = (rows, rows, rows if isolated else vocab_size)
-        return Tables.make(sizes, (True, True, isolated), factors, isolated, device)
+        return Tables.make(sizes, (True, True, isolated), FACTORS, isolated, device)
 
     def load(self, round: DeviceRound) -> None:
         """Send what the host's retrievers have learned or restored to the device."""

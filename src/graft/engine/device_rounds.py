@@ -8,7 +8,6 @@ bound, and a row that has ended is found out one round late: its surplus round i
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -133,7 +132,7 @@ class DeviceRounds:
         nothing has changed then.
         """
         if self._flight is not None and (self._is_last(batch) or self._must_move()):
-            self.flush(batch, clock)
+            self.flush(clock)
         flight: Flight | None = None
         read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
@@ -141,15 +140,15 @@ class DeviceRounds:
         for sequence in batch.sequences:
             _try(sequence, sequence.settle)
         meanwhile()
-        self.flush(batch, clock)
+        self.flush(clock)
         self._flight = flight
         return read
 
-    def flush(self, batch: Batch, clock: Clock) -> None:
+    def flush(self, clock: Clock) -> None:
         """Take the results of the round in flight, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._take(flight, batch, clock)
+            self._take(flight, clock)
 
     def _is_last(self, batch: Batch) -> bool:
         """Whether the round in flight probably ends all answers: then a further one would be thrown away."""
@@ -234,7 +233,7 @@ class DeviceRounds:
             longest = max(longest, chunk.row.length)
         if self._flight is not None and self._must_move():
             # The pool has grown, so the texts on the device move: what is in flight is to be known first.
-            self.flush(batch, Clock())
+            self.flush(Clock())
         setups = num_setups_of(target, self._drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
             round = self._round_for(target.pool)
@@ -272,12 +271,9 @@ class DeviceRounds:
             chunk.row.length += len(chunk.tokens)
         results = {name: part.numpy() for name, part in round.results_in(here).items()}
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
-        now = time.perf_counter()
-        flight = Flight(
-            *(list(batch.sequences), list(rows), draft_rows, shape, plan, num_prefill, results, marks, done),
-            *(setups if setups == num_setups_of(target, self._drafter) else -1, now),
-        )
-        return flight, read
+        is_usual = setups == num_setups_of(target, self._drafter)
+        of_rows = (list(batch.sequences), list(rows), draft_rows)
+        return Flight(*of_rows, shape, num_prefill, results, marks, done, is_usual), read
 
     def _give_up(self, reason: str) -> RoundError:
         """From now on the host makes all rounds."""
@@ -513,7 +509,7 @@ class DeviceRounds:
 
     # Taking results
 
-    def _take(self, flight: Flight, batch: Batch, clock: Clock) -> None:
+    def _take(self, flight: Flight, clock: Clock) -> None:
         """Extend the sequences that are still there by a round's tokens, and learn from it."""
         flight.done.wait()
         found, shape, num_rows = flight.results, flight.shape, len(flight.rows)
@@ -535,13 +531,12 @@ class DeviceRounds:
             sequence.stats.draft_passes += num_passes
             seen = TreeRow(tree, None, number, names, None, common)
             _try(sequence, partial(sequence.extend, new, accepted, seen))
-        self._count(flight, clock, tokens, nodes, num_passes, tree)
+        self._count(flight, clock, nodes, num_passes, tree)
 
     def _count(
         self,
         flight: Flight,
         clock: Clock,
-        tokens: list[list[int]],
         nodes: list[list[int]],
         num_passes: int,
         tree: DraftTree,
@@ -555,7 +550,7 @@ class DeviceRounds:
         if self.controller is None:
             return
         pause = seconds_between(ended, before) if ended is not None else 0.0
-        is_usual = flight.num_setups >= 0 and 0 <= pause < seconds[1]
+        is_usual = flight.is_usual and 0 <= pause < seconds[1]
         found, num_rows, shape = flight.results, len(flight.rows), flight.shape
         cap = shape.cap
         paths = found["paths"][: shape.rows * cap].reshape(shape.rows, cap)[:num_rows]
@@ -566,7 +561,6 @@ class DeviceRounds:
                 is_plain=shape.is_plain,
                 tokens=shape.tokens,
                 num_prefill_tokens=flight.num_prefill_tokens,
-                new_tokens=[len(own) for own in tokens],
                 paths=paths.copy(),
                 num_nodes=found["num_nodes"][:num_rows].copy(),
                 nodes=nodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from graft.model.sampler import SamplingSettings
+from graft.model.sampler import SamplingSettings, truncates
 from graft.request.sequence import Sequence
 
 
@@ -27,4 +27,4 @@ class Choice(IntEnum):
     def of(cls, settings: SamplingSettings) -> Choice:
         if settings.temperature == 0:
             return cls.GREEDY
-        return cls.TRUNCATED if settings.top_k or settings.top_p < 1 or settings.min_p else cls.SAMPLED
+        return cls.TRUNCATED if truncates(settings) else cls.SAMPLED

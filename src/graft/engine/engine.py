@@ -339,7 +339,7 @@ class Engine:
             if self.device_rounds.failure is None:
                 raise
             # The device cannot make rounds here: the host takes over, with samplers that know the texts so far.
-            self.device_rounds.flush(batch, clock)
+            self.device_rounds.flush(clock)
             batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
             self.run_round(batch, clock, chunks, meanwhile)
             return

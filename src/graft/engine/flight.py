@@ -12,7 +12,6 @@ import torch
 from graft.model import Row
 from graft.model.captures import Event
 from graft.request.sequence import Sequence as TokenSequence
-from graft.spec_decode.controller import Plan
 from graft.tree.device.round import MAX_TOKENS, RoundShape
 from graft.tree.tree import PADDING, DraftTree
 
@@ -25,13 +24,11 @@ class Flight:
     rows: list[Row]
     draft_rows: list[Any]  # the drafter's own rows; None without a drafter
     shape: RoundShape
-    plan: Plan
     num_prefill_tokens: int
     results: dict[str, np.ndarray]
     marks: Sequence[Any]  # events: before, proposed, verified, finished
     done: Event
-    num_setups: int  # at launch: the time of a round with a capture says nothing
-    launched: float
+    is_usual: bool  # whether nothing was captured in it: else its time says nothing about others
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""

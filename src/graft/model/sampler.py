@@ -298,7 +298,7 @@ class Sampler:
 
     def _truncated(self, scores: Tensor) -> Tensor:
         """Set the scores that the rows' settings exclude to minus infinity."""
-        if not any(map(_truncates, self._settings)):
+        if not any(map(truncates, self._settings)):
             return scores
         return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
@@ -317,7 +317,7 @@ class Sampler:
                     constraint.take(int(tokens[row]))
 
 
-def _truncates(s: SamplingSettings) -> bool:
+def truncates(s: SamplingSettings) -> bool:
     return bool(s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p))
 
 

@@ -44,7 +44,6 @@ class Outcome:
     is_plain: bool  # whether nothing was proposed
     tokens: int  # of the step, with padding, without prompts
     num_prefill_tokens: int
-    new_tokens: Sequence[int]  # by row
     paths: np.ndarray  # [rows, cap] path probabilities of the likeliest nodes, best first
     num_nodes: np.ndarray  # [rows] of these, verified
     nodes: Sequence[Sequence[int]]  # by row: the accepted ones

@@ -25,7 +25,7 @@ from graft.tree.native import TableStruct, native, plain
 COLD = -1  # instead of a successor: the n-gram was never verified
 ISOLATED_ROWS = 1 << 20  # rows of each table where texts are isolated
 # Hash factors of the last three tokens, latest first, and of the salt. The row is the high bits of the sum of products.
-_FACTORS = mix64(torch.arange(4)) | 1
+FACTORS = mix64(torch.arange(4)) | 1
 
 
 class SuccessorTable:
@@ -51,7 +51,7 @@ class SuccessorTable:
             *self._entries.shape,
             self.order,
             self._row_bits,
-            _FACTORS.data_ptr(),
+            FACTORS.data_ptr(),
             self._is_isolated,
         )
 
