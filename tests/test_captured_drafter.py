@@ -296,7 +296,7 @@ def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     reports = []
     engine.target.progress = reports.append
     engine.warm_up(max_tokens=512, max_rows=4)
-    assert [report.words for report in reports][-2:] == ["drafter, 256 entries", "drafter, 512 entries"]
+    assert [report.words for report in reports][-2:] == ["drafter, 1024 entries", "drafter, 2048 entries"]
     batch = engine.open([engine.new_sequences(prompt, SamplingSettings())[0] for prompt in (PROMPT, PROMPT * 9)])
     before = drafter.num_setups
     prefill(engine, batch)

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.device_learning import DeviceLearning
-from graft.engine.device_rows import Choice, needs_host
+from graft.engine.device_rows import Choice, ReadChunk, needs_host
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
 from graft.engine.staging import Staging
@@ -56,7 +57,6 @@ from graft.tree.tree import DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
-_MANY_ROWS = 16
 _NUMBERS = itertools.count(1)  # of memories of rounds
 _RING = 3  # rounds whose inputs and results have memory of their own
 
@@ -85,6 +85,7 @@ class DeviceRounds:
                 grafter.path_calibration,
                 budget.passes,
                 budget.fixed,
+                target.size_for,
             )
             num_buckets = grafter.calibration.acceptance_probs.shape[2]
             used = (numbers.get("drafted"), numbers["suffix"], numbers["trigram"])
@@ -96,7 +97,6 @@ class DeviceRounds:
         self._ended: Any = None  # the mark at the end of the round before
         self._round_number = 0
         self.failure: str | None = None  # why rounds cannot be captured, if they cannot
-        self.step_tokens = 0  # of the last round's trees, with padding
         self._staging = Staging(target.device)
         self._learned = DeviceLearning(policy, self._sources, self._staging)
 
@@ -221,7 +221,6 @@ class DeviceRounds:
         padded_rows = padded(num_rows, ROWS)
         plan = self._plan(batch, num_rows, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
-        self.step_tokens = plan.tokens
         in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
         longest = 0
         for row in rows:
@@ -289,19 +288,13 @@ class DeviceRounds:
         return self.controller.plan(num_rows, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
-        """Sizes of steps with trees, each much larger than the one before, since every one is captured."""
+        """Sizes of steps with trees, prompts not counted."""
         if self.controller is None:
             return []
-        most = MAX_TREE_TOKENS
-        if num_prefill:  # trees take what the step is padded with: a larger step would be mostly padding
-            most = min(self._target.size_for(padded_rows + num_prefill) - num_prefill, MAX_TREE_TOKENS)
-        most = min(most, num_rows * (1 + RoundShape(padded_rows, 0).cap))
-        ratio = 2.0 if padded_rows < _MANY_ROWS else 1.5  # with many rows a few nodes more or less cost much
-        sizes: list[int] = []
-        for size in self._target.step_sizes:
-            if ratio * (sizes[-1] if sizes else max(padded_rows, _LEAST_TREE / ratio)) <= size <= most:
-                sizes.append(size)
-        return sizes
+        # Trees may make a step larger, up to MAX_TREE_TOKENS. Beside longer prompts they take its padding.
+        room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
+        most = min(room, num_rows * (1 + RoundShape(padded_rows, 0).cap))
+        return [size for size in self._target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0
@@ -471,24 +464,32 @@ class DeviceRounds:
         _, read = outputs_of(step, buffers.logits, buffers.hidden, None, True)
         return read
 
-    def learn_prompt(self, verified: VerifyOutput, preceding: Sequence[int], salt: int) -> None:
-        """Let the tables learn from a chunk of a prompt that the last step read. preceding: the tokens before it."""
+    def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
+        """Let the tables learn from the chunks of prompts that the last step read."""
         if self.failure is not None:
             return
-        target, (first, count) = self._target, (int(verified.index[0, 0]), verified.counts[0])
-        with target.launching(1) as (buffers, _):
+        firsts = [int(chunk.verified.index[0, 0]) for chunk in chunks]
+        counts = [chunk.verified.counts[0] for chunk in chunks]
+        first = min(firsts)
+        size = max(map(add, firsts, counts)) - first
+        rows = np.full(size, len(chunks))  # tokens of prompts that do not learn belong to no row
+        for row, (start, count) in enumerate(zip(firsts, counts, strict=True)):
+            rows[start - first : start - first + count] = row
+        before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
+        with self._target.launching(1) as (buffers, _):
             if self._round is not None and self._must_move():
                 return  # a little is not learned while the pool grows
-            round = self._round_for(target.pool)
+            round = self._round_for(self._target.pool)
             if round.tables is None:
                 return
-            before = [-1, -1, *preceding][-2:][::-1]
-            numbers, salts = self._staging.send([0, *before, 0]), self._staging.send([salt], torch.int64)
-            columns = buffers.columns[:, first : first + count]
-            rows = torch.zeros_like(columns[0])
-            step = (columns[0].contiguous(), columns[1].contiguous(), columns[2].contiguous(), rows)
-            top = (buffers.top_tokens[first : first + count], buffers.top_logits[first : first + count])
-            round.learn(step, numbers[:1], numbers[1:3].view(2, 1), salts, *top, num_rows=1, is_text=True)
+            starts = np.array(firsts) - first
+            numbers = self._staging.send(np.concatenate([rows, starts, before.ravel()]))
+            by_token, by_row, pairs = numbers.split([size, len(chunks), 2 * len(chunks)])
+            salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
+            own = slice(first, first + size)
+            step = (*(column.contiguous() for column in buffers.columns[:3, own]), by_token)
+            top = (buffers.top_tokens[own], buffers.top_logits[own])
+            round.learn(step, by_row, pairs.view(2, -1), salts, *top, num_rows=len(chunks), is_text=True)
 
     # What was learned
 

@@ -1,9 +1,11 @@
-"""What the rounds of the device ask of a row: whether it needs the host, and how its tokens are chosen."""
+"""What the rounds of the device ask of a row: whether it needs the host, how its tokens are chosen, and its prompt."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
+from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings, truncates
 from graft.request.sequence import Sequence
 
@@ -28,3 +30,11 @@ class Choice(IntEnum):
         if settings.temperature == 0:
             return cls.GREEDY
         return cls.TRUNCATED if truncates(settings) else cls.SAMPLED
+
+
+class ReadChunk(NamedTuple):
+    """A chunk of a prompt that a step has read, for the tables to learn from."""
+
+    verified: VerifyOutput
+    preceding: list[int]  # the two tokens before it, or fewer at the beginning of the prompt
+    salt: int  # whose table entries they become

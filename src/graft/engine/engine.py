@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from graft.data import user_message
 from graft.datastore.lookup import Datastore
 from graft.engine.answers import Choice, Generation, Stream
+from graft.engine.device_rows import ReadChunk
 from graft.engine.prompts import Prompt, encode_prompt, render_chat, require_tokenizer
 from graft.errors import ContextError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
@@ -403,32 +404,44 @@ class Engine:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run a step of prompt chunks alone."""
         _, read = self.target.step(None, None, [part.chunk for part in chunks])
-        self.target.synchronize()
         self._learn_prompts(chunks, read)
+        self.target.synchronize()
 
     def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
-        """Learn from prefilled chunks. A failure ends that sequence alone."""
+        """Learn from prefilled chunks. A failure ends that sequence alone, or those that the device learns together."""
+        together: list[tuple[PrefillChunk, VerifyOutput]] = []
         for part, verified in zip(chunks, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
             start = end - len(part.chunk.tokens)
             try:
                 sequence.read_prompt(start, verified)
-                following = sequence.ids[start + 1 : end + 1]
                 if sequence.speculates and part.batch.is_on_device:
-                    self._read_on_device(part, verified, following, sequence.ids[max(start - 2, 0) : start])
+                    together.append((part, verified))
                 elif sequence.speculates:
-                    self.policy.read(part.batch, part.row, verified, following)
+                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
             except Exception as error:
                 sequence.failure = error
+        try:
+            self._learn_on_device(together)
+        except Exception as error:
+            for part, _ in together:
+                part.batch.sequences[part.row].failure = error
 
-    def _read_on_device(
-        self, part: PrefillChunk, verified: VerifyOutput, following: list[int], preceding: list[int]
-    ) -> None:
+    def _learn_on_device(self, chunks: Sequence[tuple[PrefillChunk, VerifyOutput]]) -> None:
+        """Let the device learn from all chunks of a step at once."""
+        if not chunks:
+            return
         assert self.device_rounds is not None
-        salt = self.policy.salt_of(part.batch.sequences[part.row])
-        self.device_rounds.learn_prompt(verified, preceding, salt)
+        texts, entries = [], []
+        for part, verified in chunks:
+            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
+            start = end - len(part.chunk.tokens)
+            salt = self.policy.salt_of(sequence)
+            texts.append(ReadChunk(verified, sequence.ids[max(start - 2, 0) : start], salt))
+            entries.append((part.batch.draft, part.row, verified, sequence.ids[start + 1 : end + 1]))
+        self.device_rounds.learn_prompts(texts)
         if self.policy.drafter is not None:
-            self.policy.drafter.read(part.batch.draft, part.row, verified, following)
+            self.policy.drafter.read_chunks(entries)
 
     def _settle(self, batch: Batch) -> None:
         """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""

@@ -311,11 +311,9 @@ class Scheduler:
         most *= min(LONG_TEXT / max(longest, 1), 1)
         opened = ((prefill.batch, prefill.unread) for prefill in self._prefills)
         unread = ((batch, row) for batch, waiting in opened if batch is not None for row in waiting)
-        # Trees of the device take about as many tokens as in the round before.
         others = len(self._jobs)
-        if True in self._batches and self.engine.device_rounds is not None:
-            rows = padded(len(self._batches[True].sequences), ROWS)
-            others = max(others, rows, self.engine.device_rounds.step_tokens)
+        if True in self._batches:
+            others = max(others, padded(len(self._batches[True].sequences), ROWS))
         return next_chunks(unread, max(int(most) - others, LEAST_CHUNK))
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:

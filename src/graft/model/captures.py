@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of rows that batches are padded to
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that batches are padded to
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 ALIGNED = 4  # int32 numbers in 16 bytes: all inputs start at such a border, since kernels are compiled for alignments
 _RETRY_SECONDS = 5.0  # pause between captures after one ran out of memory

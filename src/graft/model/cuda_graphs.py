@@ -45,8 +45,9 @@ from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
 from graft.progress import Report
 from graft.tree.tree import DraftTree
 
-# Small steps are often the tree of one row. Large ones are trees of many rows, or prompts.
-STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Small steps are often the tree of one row. Large ones are trees of many rows, or prompts. Products are computed in
+# tiles of up to 128 tokens, so sizes in between would be no faster: 192 tokens take as long as 256.
+STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _MAX_TREE_STEP = 512  # the largest step size for trees
 _FIRST_ROOM = 512  # initial size of the buffers, in tokens
 _MAX_PATH = 128  # tokens of a tree's path, the root included

@@ -8,7 +8,7 @@ change a text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,9 +92,10 @@ class Controller:
         path_calibration: PathCalibration,
         passes: PassGains,
         fixed: int | None,
+        padded: Callable[[int], int] = int,
     ) -> None:
-        """fixed: nodes of each row in every round; None: what pays."""
-        self.step, self.num_passes, self.fixed = step, num_passes, fixed
+        """fixed: nodes of each row in every round; None: what pays. padded: the size of a step of so many tokens."""
+        self.step, self.num_passes, self.fixed, self._padded = step, num_passes, fixed, padded
         self.calibration, self.path_calibration, self.passes = calibration, path_calibration, passes
         self.proposing = PassSeconds()
         self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
@@ -106,32 +107,44 @@ class Controller:
     # The next round
 
     def plan(self, num_rows: int, padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
-        """sizes: of captured steps with trees, rising; `padded_rows` is that of a plain one."""
+        """Choose the round with the most expected tokens minus time x tokens per second.
+
+        A second is worth the tokens of the best round without prompts: prompts have to be read anyway, and a token that
+        comes while one is read shortens the rounds after it.
+
+        sizes: of captured steps with trees, rising; `padded_rows` is that of a plain one.
+        """
         plain = Plan(padded_rows, 0, [0.0] * (self.num_passes + 2))
         if not sizes:
             return plain
         if self.fixed is not None:
             most = num_rows * (1 + self.fixed)
             size = next((size for size in sizes if size >= most), sizes[-1])
-            return self._with_thresholds(size, num_rows, 0.0, num_prefill_tokens)
-        plain_rate = num_rows / self._seconds(num_rows, padded_rows, num_prefill_tokens)
+            return self._with_thresholds(size, num_rows, 0.0)
         if not self.step.is_known:
             return plain
+        plain_seconds = self._seconds(num_rows, padded_rows, num_prefill_tokens)
+        rate = num_rows / self._seconds(num_rows, padded_rows)
         if not self._gains:
-            limit = _TRY * self.step.seconds(padded_rows + num_prefill_tokens)
-            cheap = [size for size in sizes if self.step.seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
-            return self._with_thresholds(cheap[-1], num_rows, plain_rate, num_prefill_tokens)
-        rated = [(self._rate(num_rows, size, num_prefill_tokens), size) for size in sizes]
-        rate, size = max(rated)
-        if rate > plain_rate:
-            return self._with_thresholds(size, num_rows, rate, num_prefill_tokens)
-        self._since_trees += 1
-        loss = num_rows / plain_rate * (plain_rate / rate - 1)  # seconds that a try costs
-        if loss > _WASTE * self._since_trees * num_rows / plain_rate:
-            return plain
-        return self._with_thresholds(size, num_rows, plain_rate, num_prefill_tokens)
+            limit = _TRY * self._step_seconds(padded_rows + num_prefill_tokens)
+            cheap = [size for size in sizes if self._step_seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
+            return self._with_thresholds(cheap[-1], num_rows, rate)
+        tokens = [
+            num_rows + self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows) for size in sizes
+        ]
+        by_size = list(zip(sizes, tokens, strict=True))
+        rate = max(rate, *(own / self._seconds(num_rows, size, is_plain=False) for size, own in by_size))
+        net, size = max(
+            (own - rate * self._seconds(num_rows, size, num_prefill_tokens, False), size) for size, own in by_size
+        )
+        loss = num_rows - rate * plain_seconds - net  # tokens
+        if loss > 0:
+            self._since_trees += 1
+            if loss > _WASTE * self._since_trees * num_rows:
+                return plain
+        return self._with_thresholds(size, num_rows, rate)
 
-    def _with_thresholds(self, size: int, num_rows: int, rate: float, num_prefill_tokens: int) -> Plan:
+    def _with_thresholds(self, size: int, num_rows: int, rate: float) -> Plan:
         """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
         self._since_trees = 0
         _, own = self._proposing(num_rows)
@@ -147,13 +160,12 @@ class Controller:
             size, limit, [*thresholds[: max(limit, 1)], *[math.inf] * (self.num_passes + 2)][: self.num_passes + 2]
         )
 
-    def _rate(self, num_rows: int, size: int, num_prefill_tokens: int) -> float:
-        gain = self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows)
-        return (num_rows + gain) / self._seconds(num_rows, size, num_prefill_tokens, is_plain=False)
+    def _step_seconds(self, num_tokens: int) -> float:
+        return self.step.seconds(self._padded(num_tokens))
 
-    def _seconds(self, num_rows: int, size: int, num_prefill_tokens: int, is_plain: bool = True) -> float:
+    def _seconds(self, num_rows: int, size: int, num_prefill_tokens: int = 0, is_plain: bool = True) -> float:
         """Expected seconds of a round."""
-        step = self.step.seconds(size + num_prefill_tokens)
+        step = self._step_seconds(size + num_prefill_tokens)
         if is_plain:
             return step + self.plain_rest.at(num_rows)
         start, own = self._proposing(num_rows)
@@ -185,7 +197,9 @@ class Controller:
         """Learn from a round."""
         num_rows, is_plain = outcome.num_rows, outcome.is_plain
         if outcome.step_seconds > 0 and self.fixed is None:
-            self.step.observe(outcome.tokens + outcome.num_prefill_tokens, outcome.step_seconds, least=num_rows)
+            num_tokens = self._padded(outcome.tokens + outcome.num_prefill_tokens)
+            if num_tokens <= self.step.sizes[-1]:  # longer steps are extrapolated
+                self.step.observe(num_tokens, outcome.step_seconds, least=num_rows)
             rest = self.plain_rest if is_plain else self.rest
             rest.observe(num_rows, outcome.rest_seconds, most=outcome.step_seconds)
             if not is_plain:

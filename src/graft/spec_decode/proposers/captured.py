@@ -108,9 +108,15 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         if not isinstance(state, CapturedState):
             return super().read(state, row, verified, following)
-        first = int(verified.index[0, 0])
-        sources = range(first, first + len(following))
-        return self._read(state.pool, [state.rows[row]], verified, [following], [sources])
+        return self.read_chunks([(state, row, verified, following)])
+
+    def read_chunks(self, chunks: Sequence[tuple[CapturedState, int, VerifyOutput, Sequence[int]]]) -> None:
+        firsts = [int(verified.index[0, 0]) for _, _, verified, _ in chunks]
+        followings = [following for *_, following in chunks]
+        sources = [range(first, first + len(own)) for first, own in zip(firsts, followings, strict=True)]
+        rows = [state.rows[row] for state, row, _, _ in chunks]
+        state, _, verified, _ = chunks[0]
+        self._read(state.pool, rows, verified, followings, sources)
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
@@ -198,7 +204,8 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         with self._captures.lock, pool.lock:
             buffers = self._unowned(pool)
             hidden = self._hidden_of(buffers, verified)
-            most = buffers.max_entries // len(rows)
+            is_one = sum(map(len, tokens)) <= buffers.max_entries
+            most = buffers.max_entries // (1 if is_one else len(rows))
             for first in range(0, max(map(len, tokens)), most):
                 part, places = ([own[first : first + most] for own in by_row] for by_row in (tokens, sources))
                 size = self._load(buffers, rows, part, places)

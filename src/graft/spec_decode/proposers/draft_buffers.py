@@ -16,10 +16,8 @@ from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
 
 # Numbers of entries that graphs are captured for.
-ENTRIES = (4, 16, 64, 128, 256, 512)
-# Transfers to the device that may be under way: one for each prompt of a step, and the device may still be at the step
-# before. If they were too few, the host would wait for it.
-_TRANSFERS = 128
+ENTRIES = (4, 16, 64, 128, 256, 512, 1024, 2048)
+_TRANSFERS = 8  # to the device that may be under way; if they were too few, the host would wait for it
 
 Numeric = np.ndarray | Sequence[int]
 

@@ -157,6 +157,9 @@ class DrafterOnDevice(Drafter, Protocol):
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
         """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
 
+    def read_chunks(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
+        """Prefill the chunks of one step together; each is what `read` takes."""
+
 
 class LevelByLevel(ABC):
     """Base of drafters whose passes give one level each: the children of the beams of the level before."""

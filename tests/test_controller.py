@@ -1,0 +1,95 @@
+"""The controller chooses the step that brings the most tokens for its time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graft.spec_decode.budget import PassGains
+from graft.spec_decode.calibration import Calibration, PathCalibration
+from graft.spec_decode.controller import Controller, Outcome
+from graft.spec_decode.cost_model import StepCost
+
+SIZES = (16, 32, 64, 128, 256, 384, 512)
+SECONDS = {16: 4.0, 32: 4.1, 64: 4.2, 128: 5.0, 256: 7.0, 384: 10.0, 512: 12.0}  # in milliseconds
+ROWS = 16
+
+
+def padded(num_tokens):
+    return next(size for size in (*SIZES, 1024, 2048) if size >= num_tokens)
+
+
+def controller(path_probs):
+    """A controller that knows these step times, and has seen nodes of these path probabilities in every row."""
+    step = StepCost(SIZES)
+    seconds = torch.tensor([SECONDS[size] / 1000 for size in SIZES]).double()
+    step.restore({"step_sizes": torch.tensor(SIZES), "step_seconds": seconds})
+    one = Controller(step, 0, Calibration([torch.full((4,), 0.5)]), PathCalibration(), PassGains(0), None, padded)
+    paths = np.tile(np.array(path_probs, dtype=np.float32), (ROWS, 1))
+    nothing = np.zeros(one.calibration.acceptance_probs.shape, dtype=np.int32)
+    one.learn(
+        Outcome(
+            num_rows=ROWS,
+            is_plain=False,
+            tokens=512,
+            num_prefill_tokens=0,
+            paths=paths,
+            num_nodes=np.zeros(ROWS, dtype=np.int32),
+            nodes=[[]] * ROWS,
+            needs=np.zeros((ROWS, 1), dtype=np.int64),
+            reaches=[float(ROWS)],
+            num_passes=0,
+            kinds=[0] * ROWS,
+            tried=nothing,
+            fitted=nothing,
+            propose_seconds=0.0,
+            step_seconds=0.0,
+            rest_seconds=0.0,
+        )
+    )
+    return one
+
+
+def tokens_of(size, path_probs):
+    """The target's own tokens, and the expected ones of the likeliest nodes."""
+    return ROWS * (1 + sum(path_probs[: (size - ROWS) // ROWS]))
+
+
+GOOD = [0.9 * 0.93**number for number in range(31)]
+POOR = [0.3 * 0.5**number for number in range(31)]
+USELESS = [0.01] * 31
+
+
+@pytest.mark.parametrize("path_probs", [GOOD, POOR, USELESS])
+def test_without_prompts_the_round_with_the_most_tokens_per_second_is_chosen(path_probs):
+    best = max(SIZES, key=lambda size: tokens_of(size, path_probs) / SECONDS[size])
+    plan = controller(path_probs).plan(ROWS, ROWS, SIZES[1:], 0)
+    assert plan.tokens == best
+    assert best == {id(GOOD): 256, id(POOR): 64, id(USELESS): 16}[id(path_probs)]
+
+
+@pytest.mark.parametrize("num_prefill", [40, 100, 150, 230, 300])
+def test_beside_a_prompt_a_tree_must_bring_more_than_its_time_elsewhere(num_prefill):
+    rate = max(tokens_of(size, GOOD) / SECONDS[size] for size in SIZES)
+    sizes = [size for size in SIZES if size + num_prefill <= 512]
+    net = {size: tokens_of(size, GOOD) - rate * SECONDS[padded(size + num_prefill)] for size in sizes}
+    plan = controller(GOOD).plan(ROWS, ROWS, sizes[1:], num_prefill)
+    assert net[plan.tokens] > max(net.values()) - 3  # gains are interpolated
+
+
+def test_trees_that_do_not_pay_are_tried_again_for_one_percent_of_the_time():
+    one = controller(USELESS)
+    sizes = [one.plan(ROWS, ROWS, SIZES[4:], 0).tokens for _ in range(300)]
+    tries = [size for size in sizes if size > ROWS]
+    lost = sum(SECONDS[size] - SECONDS[ROWS] for size in tries)
+    assert tries and lost <= 0.011 * SECONDS[ROWS] * len(sizes)
+
+
+def test_steps_longer_than_the_table_do_not_change_it():
+    one = controller(GOOD)
+    before = one.step.seconds(512)
+    outcome = dict(is_plain=True, num_passes=0, propose_seconds=0.0, step_seconds=0.1, rest_seconds=0.0)
+    unused = dict(paths=None, num_nodes=None, nodes=(), needs=None, reaches=(), kinds=(), tried=None, fitted=None)
+    one.learn(Outcome(num_rows=ROWS, tokens=ROWS, num_prefill_tokens=2000, **outcome, **unused))
+    assert one.step.seconds(512) == before
