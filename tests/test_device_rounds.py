@@ -11,6 +11,7 @@ import plain_kernels
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.device_rows import needs_host
+from graft.engine.engine import PrefillChunk
 from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner
@@ -190,3 +191,27 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
         scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
     assert engine.device_rounds.failure == "ValueError: no"
+
+
+def test_prompts_of_one_step_teach_the_tables_what_they_teach_the_host_one_by_one(on_device, monkeypatch):
+    model = tiny_model("llama").to(DEVICE)
+    prompts = [PROMPT, [17, 42, 9, 30, 5], [7], [9, 9, 30, 5, 21, 40]]
+
+    def learned(engine):
+        sequences = [engine.new_sequences(prompt, SamplingSettings(max_new_tokens=2))[0] for prompt in prompts]
+        sequences[1].speculates = False  # a prompt in between that teaches nothing
+        batch = engine.open(sequences)
+        chunks = [PrefillChunk(batch, row, batch.next_chunk(row, 64)) for row in range(len(prompts))]
+        chunks = [part for part in chunks if part.chunk.tokens]
+        for together in [chunks] if batch.is_on_device else [[part] for part in chunks]:
+            engine.prefill(together)
+        batch.release()
+        return engine.policy.state()
+
+    on_gpu = learned(Engine(model, policy="graft"))
+    monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ())
+    on_host = learned(Engine(model, policy="graft"))
+    for table in ("trigram", "bigram", "adjacency"):
+        for part in ("rows", "entries"):
+            assert torch.equal(on_gpu[f"{table}/{part}"], on_host[f"{table}/{part}"].cpu()), (table, part)
+    assert on_host["adjacency/rows"].tolist() == [3, 5, 9, 17, 21, 30, 42]
