@@ -139,10 +139,11 @@ def main() -> None:
         sys.exit("texts differ")
 
 
-def make_engine(options: argparse.Namespace) -> Engine:
-    """The engine of `graft serve` for this model, widened if asked for."""
+def make_engine(options: argparse.Namespace, max_positions: int = 0) -> Engine:
+    """The engine of `graft serve` for this model, widened if asked for, with at least this context."""
     plain, drafter = load_pair(options)
     model = plain.target.model
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, max_positions)
     if options.as_cost_of is not None:
         shape = Shape.named(options.as_cost_of)
         model = widen(model, shape)

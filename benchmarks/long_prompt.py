@@ -1,0 +1,120 @@
+"""How long do running answers pause when a long prompt arrives?
+
+    python benchmarks/long_prompt.py --as-cost-of llama-8b --data alpaca.jsonl --data gsm8k.jsonl --lengths 32768,131072
+
+The scheduler of `graft serve` runs in this process, without HTTP. `--concurrency` requests are decoded, plainly and
+with Graft. When each has had `--before` tokens, a prompt of random tokens arrives. Reported are the times between two
+updates of the same request, before the prompt arrived and while it was prefilled, and the time to its first token.
+
+The model's context is made long enough. What it says beyond its own context means nothing, but takes as long.
+"""
+
+import argparse
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from batched_serving import make_engine
+from common import add_model, add_prompts, command_line, mixed_questions, numbers
+
+from graft.engine import Engine
+from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.scheduler import Scheduler
+from graft.model.sampler import SamplingSettings
+
+
+@dataclass(eq=False)
+class Watched:
+    """A request, and when it got its updates."""
+
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    failure: str | None = None
+
+    def listen(self, news: Update | Failure) -> None:
+        if isinstance(news, Failure):
+            self.failure = news.message
+            return
+        self.times.append(time.perf_counter())
+        self.num_tokens += len(news.ids)
+
+    def pauses(self, start: float, end: float) -> list[float]:
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [after - before for before, after in pairs if start <= after and before <= end]
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    add_model(parser)
+    add_prompts(parser, limit=8, max_new_tokens=4000)
+    parser.add_argument("--as-cost-of", metavar="SHAPE", help="widen the model to this shape, such as llama-8b")
+    parser.add_argument("--lengths", type=numbers, default=[32768, 131072], help="tokens of the long prompts")
+    parser.add_argument("--concurrency", type=int, default=16, help="answers that are decoded when the prompt arrives")
+    parser.add_argument("--before", type=int, default=64, help="tokens of each answer before the prompt arrives")
+    options = parser.parse_args()
+    engine = make_engine(options, max_positions=max(options.lengths) + 64)
+    asked = mixed_questions(options.data, engine, options.max_new_tokens, options.limit)
+    prompts = [question.ids for question in asked][: options.concurrency]
+    room = max(options.lengths) + len(prompts) * (max(map(len, prompts)) + options.max_new_tokens + 256)
+    rows = len(prompts) + 1
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=rows, max_cache_tokens=room, prefix_cache_tokens=0))
+    scheduler.is_ready.wait()
+    for length in options.lengths:
+        for speculates in (False, True):
+            for is_counted in (False, True):  # the first time captures graphs
+                line = measure(engine, scheduler, prompts, length, speculates, options)
+                if is_counted:
+                    print(f"{length} tokens, {'graft' if speculates else 'plain'}: {line}", flush=True)
+    scheduler.close()
+
+
+def measure(
+    engine: Engine,
+    scheduler: Scheduler,
+    prompts: list[list[int]],
+    length: int,
+    speculates: bool,
+    options: argparse.Namespace,
+) -> str:
+    jobs: list[Job] = []
+
+    def ask(ids: list[int], max_new_tokens: int) -> Watched:
+        watched = Watched()
+        settings = SamplingSettings(max_new_tokens=max_new_tokens, ignore_eos=True)
+        sequences = engine.new_sequences(ids, settings)
+        sequences[0].speculates = speculates
+        jobs.append(Job(sequences, watched.listen))
+        scheduler.submit(jobs[-1])
+        return watched
+
+    running = [ask(ids, options.max_new_tokens) for ids in prompts]
+    wait_until(lambda: all(each.num_tokens >= options.before for each in running), running)
+    start = time.perf_counter()
+    drawn = random.Random(length)
+    long = ask([drawn.randrange(100, engine.target.vocab_size) for _ in range(length)], 8)
+    wait_until(lambda: long.num_tokens > 0, [*running, long])
+    end = long.times[0]
+    for job in jobs:
+        scheduler.cancel(job)
+    wait_until(lambda: scheduler.num_running == 0, [])
+    before, beside = (
+        sorted(pause for each in running for pause in each.pauses(*span)) for span in ((0.0, start), (start, end))
+    )
+
+    def words(pauses: list[float]) -> str:
+        return f"median {1e3 * pauses[len(pauses) // 2]:.1f} ms, longest {1e3 * pauses[-1]:.1f} ms"
+
+    return f"pauses before {words(before)}; beside the prompt {words(beside)}; its first token {end - start:.2f} s"
+
+
+def wait_until(is_so: Callable[[], bool], watched: list[Watched]) -> None:
+    while not is_so():
+        if failures := [each.failure for each in watched if each.failure is not None]:
+            raise SystemExit(failures[0])
+        threading.Event().wait(0.001)
+
+
+if __name__ == "__main__":
+    main()
