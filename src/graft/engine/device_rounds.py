@@ -180,6 +180,9 @@ class DeviceRounds:
                 kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 for choice, (learns, passes) in itertools.product(Choice, kinds):
                     self._capture(round, buffers, tables, shape, self.contexts[0], choice, learns, passes, draft)
+            if round.tables is not None:  # compile what learns from prompts; a token of no row teaches nothing
+                one = (self._staging.send([1, 0, -1, -1]), self._staging.send([0], torch.int64))
+                self._learn_texts(round, buffers, slice(0, 1), *one)
 
     # Launching
 
@@ -484,12 +487,17 @@ class DeviceRounds:
                 return
             starts = np.array(firsts) - first
             numbers = self._staging.send(np.concatenate([rows, starts, before.ravel()]))
-            by_token, by_row, pairs = numbers.split([size, len(chunks), 2 * len(chunks)])
             salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
-            own = slice(first, first + size)
-            step = (*(column.contiguous() for column in buffers.columns[:3, own]), by_token)
-            top = (buffers.top_tokens[own], buffers.top_logits[own])
-            round.learn(step, by_row, pairs.view(2, -1), salts, *top, num_rows=len(chunks), is_text=True)
+            self._learn_texts(round, buffers, slice(first, first + size), numbers, salts)
+
+    @staticmethod
+    def _learn_texts(round: DeviceRound, buffers: StepBuffers, own: slice, numbers: Tensor, salts: Tensor) -> None:
+        """own: the step's tokens. numbers: the row of each, and by row its first token and the two tokens before it."""
+        num_rows = len(salts)
+        rows, starts, before = numbers.split([own.stop - own.start, num_rows, 2 * num_rows])
+        step = (*(column.contiguous() for column in buffers.columns[:3, own]), rows)
+        top = (buffers.top_tokens[own], buffers.top_logits[own])
+        round.learn(step, starts, before.view(2, -1), salts, *top, num_rows=num_rows, is_text=True)
 
     # What was learned
 

@@ -325,7 +325,11 @@ def _rows_of(
     return row_of(number, token, last, second, salt, table_starts, row_bits, factors)
 
 
-@triton.jit
+# Steps with prompts have their own numbers of tokens and rows: none of them is to be compiled for.
+_BY_STEP = ["tokens", "parents", "places", "rows", "starts", "before", "salts", "successors", "logits"]
+
+
+@triton.jit(do_not_specialize=["rows_room", "num_rows", "size"], do_not_specialize_on_alignment=_BY_STEP)
 def _learn_kernel(
     entries: tl.tensor,
     tags: tl.tensor,
