@@ -39,7 +39,7 @@ def on_device(monkeypatch):
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ("cpu", "cuda"))
+    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ("cpu", "cuda"))
     monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 1024)
     monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.contexts", (64, 128))
 
@@ -48,7 +48,7 @@ def plain_ids(model, prompts, monkeypatch, **options):
     """What plain decoding by transformers' own layers gives."""
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
@@ -123,7 +123,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
     assert not engine.target.pool.is_in_use
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         plain = Engine(model, byte_tokenizer(), policy="off")
         assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
 
@@ -131,7 +131,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
 def plain_text(engine, prompt, monkeypatch, **options):
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
 
 
