@@ -10,6 +10,14 @@ from graft import SamplingSettings
 from graft.engine import Engine, PrefillChunk
 from graft.model.decoder_layers import layers_of
 from graft.request.batch import Batch
+from graft.request.sequence import Sequence
+from graft.spec_decode.policies import MAX_BUDGET
+
+
+def opened(engine: Engine, sequences: list[Sequence]) -> Batch:
+    """A batch of these sequences, of which nothing is read yet."""
+    num_slots = max(each.num_prompt_tokens + each.settings.most_new_tokens for each in sequences) + MAX_BUDGET + 1
+    return engine.batch_of(sequences, engine.target.open(len(sequences), num_slots))
 
 
 def prefill(engine: Engine, batch: Batch) -> None:
@@ -22,7 +30,7 @@ def prefill(engine: Engine, batch: Batch) -> None:
 def prefilled(engine: Engine, *prompts: list[int], max_new_tokens: int = 30) -> Batch:
     """A batch of these prompts, a row each, ready for its first round."""
     settings = SamplingSettings(max_new_tokens=max_new_tokens)
-    batch = engine.open([sequence for prompt in prompts for sequence in engine.new_sequences(prompt, settings)])
+    batch = opened(engine, [each for prompt in prompts for each in engine.new_sequences(prompt, settings)])
     prefill(engine, batch)
     return batch
 

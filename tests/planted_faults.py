@@ -22,6 +22,7 @@ _ALLOCATOR = "src/graft/engine/page_allocator.py"
 _ATTENTION = "src/graft/model/kernels/attention.py"
 _BUDGET = "src/graft/spec_decode/budget.py"
 _CALIBRATION = "src/graft/spec_decode/calibration.py"
+_DECODE_LOOP = "src/graft/engine/decode_loop.py"
 _DETOKENIZER = "src/graft/request/detokenizer.py"
 _DEVICE_ROWS = "src/graft/engine/device_rows.py"
 _ENGINE = "src/graft/engine/engine.py"
@@ -30,8 +31,8 @@ _GUARD = "src/graft/server/guard.py"
 _NATIVE = "src/graft/tree/native/"
 _NOISE = "src/graft/model/noise.py"
 _PAGES = "src/graft/model/kv_cache.py"
+_ROUNDS = "src/graft/engine/rounds.py"
 _SAMPLER = "src/graft/model/sampler.py"
-_SCHEDULER = "src/graft/engine/scheduler.py"
 _SEQUENCE = "src/graft/request/sequence.py"
 _SERVING = "src/graft/server/serving.py"
 _SUFFIX = "src/graft/spec_decode/proposers/suffix.py"
@@ -169,7 +170,7 @@ FAULTS = (
     ),
     Fault(
         "pages: those read without the drafter serve requests that draft",
-        _ENGINE,
+        _ROUNDS,
         "{sequence.speculates and self.drafter is not None}/{salt}",
         "{self.drafter is not None}/{salt}",
         ("test_scheduler.py::test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts",),
@@ -177,7 +178,7 @@ FAULTS = (
     # The scheduler
     Fault(
         "scheduler: a request that was preempted waits behind all others",
-        _SCHEDULER,
+        _DECODE_LOOP,
         '        log.info("the KV cache is full: a request is preempted")\n'
         "        with self._changed:\n"
         "            self._waiting.appendleft(job)\n",
@@ -426,7 +427,7 @@ FAULTS = (
     ),
     Fault(
         "prefix cache: a prompt whose log-probabilities are wanted is not read from its beginning",
-        _ENGINE,
+        _ROUNDS,
         'own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""',
         'own = ""',
         ("test_scheduler.py::test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before",),
@@ -470,14 +471,14 @@ FAULTS = (
     # The scheduler
     Fault(
         "scheduler: the oldest gives its pages up",
-        _SCHEDULER,
+        _DECODE_LOOP,
         "youngest = max(self._running, key=lambda other: other.number)",
         "youngest = min(self._running, key=lambda other: other.number)",
         ("test_scheduler.py::test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same",),
     ),
     Fault(
         "scheduler: a request that was preempted forgets what it has drawn",
-        _SCHEDULER,
+        _DECODE_LOOP,
         "                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True\n",
         "                    job.is_preempted = True\n",
         ("test_scheduler.py::test_a_request_that_was_preempted_and_read_again_has_the_same_text",),

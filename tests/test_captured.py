@@ -23,7 +23,7 @@ from transformers import (
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from batches import graphs_of, prefill
+from batches import graphs_of, opened, prefill
 from captured_parts import Small, SmallDrafter, small_target
 from graft import Engine, GraftError, SamplingSettings
 from graft.engine.jobs import Job, SchedulerSettings
@@ -783,7 +783,7 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy
     ]
     engine, clock = Engine(model, policy=policy, budget=None if policy == "off" else 6), Clock()
     engine.policy.prepare()
-    batches = [engine.open(engine.new_sequences(prompt, settings)) for prompt in prompts]
+    batches = [opened(engine, engine.new_sequences(prompt, settings)) for prompt in prompts]
     sequences = [sequence for batch in batches for sequence in batch.sequences]
     running = batches[0]
     for batch in batches:

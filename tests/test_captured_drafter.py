@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
-from batches import prefill
+from batches import opened, prefill
 from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, StaticTarget, Text, assert_alike, drafter_of
 from graft import Engine, SamplingSettings
 from graft.bench.replay import Recorder, record
@@ -297,11 +297,11 @@ def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     engine.target.progress = reports.append
     engine.warm_up(max_tokens=512, max_rows=4)
     assert [report.words for report in reports][-2:] == ["drafter, 1024 entries", "drafter, 2048 entries"]
-    batch = engine.open([engine.new_sequences(prompt, SamplingSettings())[0] for prompt in (PROMPT, PROMPT * 9)])
+    batch = opened(engine, [engine.new_sequences(prompt, SamplingSettings())[0] for prompt in (PROMPT, PROMPT * 9)])
     before = drafter.num_setups
     prefill(engine, batch)
     assert drafter.num_setups == before and batch.draft.lengths == [len(PROMPT) - 1, 9 * len(PROMPT) - 1]
-    batch.release()
+    batch.cache.release()
 
 
 def test_a_warm_up_amid_drafts_does_not_change_them(plain, model):
@@ -342,11 +342,11 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
         engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
         settings = [SamplingSettings(max_new_tokens=count) for count in (24, 12, 20)]
         made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
-        batch, clock = engine.open(made[:2]), Clock()
+        batch, clock = opened(engine, made[:2]), Clock()
         prefill(engine, batch)
         for number in range(40):
             if number == 3:  # one joins
-                other = engine.open(made[2:])
+                other = opened(engine, made[2:])
                 prefill(engine, other)
                 batch.join(other)
             policy = engine.policy

@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.device_rows import needs_host
-from graft.engine.engine import PrefillChunk
 from graft.engine.jobs import SchedulerSettings
+from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner
 from graft.request.sequence import Sequence as TokenSequence
@@ -40,7 +41,7 @@ def on_device(monkeypatch):
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ("cpu", "cuda"))
+    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ("cpu", "cuda"))
     monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 1024)
     monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.contexts", (64, 128))
 
@@ -49,7 +50,7 @@ def plain_ids(model, prompts, monkeypatch, **options):
     """What plain decoding by transformers' own layers gives."""
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
@@ -124,7 +125,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
     assert not engine.target.pool.is_in_use
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         plain = Engine(model, byte_tokenizer(), policy="off")
         assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
 
@@ -132,7 +133,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
 def plain_text(engine, prompt, monkeypatch, **options):
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
 
 
@@ -200,16 +201,16 @@ def test_prompts_of_one_step_teach_the_tables_what_they_teach_the_host_one_by_on
     def learned(engine):
         sequences = [engine.new_sequences(prompt, SamplingSettings(max_new_tokens=2))[0] for prompt in prompts]
         sequences[1].speculates = False  # a prompt in between that teaches nothing
-        batch = engine.open(sequences)
+        batch = opened(engine, sequences)
         chunks = [PrefillChunk(batch, row, batch.next_chunk(row, 64)) for row in range(len(prompts))]
         chunks = [part for part in chunks if part.chunk.tokens]
         for together in [chunks] if batch.is_on_device else [[part] for part in chunks]:
             engine.prefill(together)
-        batch.release()
+        batch.cache.release()
         return engine.policy.state()
 
     on_gpu = learned(Engine(model, policy="graft"))
-    monkeypatch.setattr("graft.engine.engine.BY_ITSELF", ())
+    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
     on_host = learned(Engine(model, policy="graft"))
     for table in ("trigram", "bigram", "adjacency"):
         for part in ("rows", "entries"):

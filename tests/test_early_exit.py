@@ -190,7 +190,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     for level, same in zip(levels, draft(drafter, batch), strict=True):
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
     graphs = graphs_of(batch.draft.runner)
-    batch.release()
+    batch.cache.release()
     answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert sum(answer.stats.accepted for answer in answers) > 0

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from batches import counting_tokens
 from graft import Engine, GraftError, load
 from graft.engine import Stream
+from graft.engine.decode_loop import DecodeLoop
+from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import TextStream
 from proposers import Oracle, RandomTrees
@@ -335,6 +338,61 @@ def test_an_answer_of_a_group_goes_on_as_another_has_that_is_further(byte_model)
         return behind.stats.mean_accepted
 
     assert accepted(is_group=True) > 2 * accepted(is_group=False)
+
+
+# The loop that generate, streams and the server share
+
+
+def test_every_verb_drives_the_loop_that_a_server_runs(byte_model, monkeypatch):
+    engine, step, driven = Engine(byte_model, byte_tokenizer()), DecodeLoop.step, []
+    monkeypatch.setattr(DecodeLoop, "step", lambda loop: (driven.append(loop), step(loop)))
+    for use in (
+        lambda: engine.generate("grafting", max_new_tokens=4),
+        lambda: engine.generate_batch(["graft", "prune"], max_new_tokens=4),
+        lambda: engine.generate_group("grafting", 2, max_new_tokens=4),
+        lambda: list(engine.stream("grafting", max_new_tokens=4)),
+    ):
+        driven.clear()
+        use()
+        assert len(driven) > 1 and len(set(driven)) == 1, "one loop for each call"
+    assert issubclass(Scheduler, DecodeLoop) and Scheduler.step is DecodeLoop.step
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_step_that_is_broken_off_frees_all_pages_and_the_engine_goes_on(byte_model, monkeypatch, error, is_prefill):
+    engine = Engine(byte_model, byte_tokenizer(), chunk_size=64)
+    expected = engine.generate("a" * 150, max_new_tokens=9).ids
+    step, left = engine.target.step, [2 if is_prefill else 6]
+
+    def broken_off(*given, **more):
+        left[0] -= 1
+        if left[0] == 0:
+            raise error("in the middle of a step")
+        return step(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "step", broken_off)
+        with pytest.raises(error, match="in the middle of a step") as raised:
+            engine.generate("a" * 150, n=2, max_new_tokens=9)
+        assert raised.traceback and not engine.target.pool.is_in_use, "though the traceback still holds the rows"
+    assert engine.generate("a" * 150, max_new_tokens=9).ids == expected
+
+
+def test_an_answer_from_which_nothing_can_be_learned_is_not_lost(byte_model, monkeypatch):
+    engine = Engine(byte_model, byte_tokenizer())
+    expected = answer_of(byte_model, max_new_tokens=5).text
+    monkeypatch.setattr(engine.policy, "finish", lambda sequence: 1 / 0)
+    assert engine.generate("grafting", max_new_tokens=5).text == expected
+
+
+@pytest.mark.parametrize("chunk_size", [8, 50])
+def test_a_prompt_is_read_in_steps_of_the_chunk_size(byte_model, chunk_size):
+    engine = Engine(byte_model, byte_tokenizer(), policy="off", chunk_size=chunk_size)
+    with counting_tokens(byte_model) as sizes:
+        engine.generate([3] * 101, max_new_tokens=2)
+    whole, rest = divmod(100, chunk_size)
+    assert sizes == [chunk_size] * whole + [rest] * (rest > 0) + [1, 1], "the last token is the first round's root"
 
 
 # Prompts that begin alike

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graft
 from graft import Engine
+from graft.engine import decode_loop, page_allocator
 from graft.engine import engine as engines
-from graft.engine import page_allocator
 from graft.engine import scheduler as scheduling
 from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
@@ -37,7 +37,7 @@ from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 SOURCE = str(Path(graft.__file__).parent)
 # What looks after the rest must not fail.
-GUARD = (str(Path(scheduling.__file__)), str(Path(page_allocator.__file__)))
+GUARD = tuple(str(Path(module.__file__)) for module in (decode_loop, scheduling, page_allocator))
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
 LONG = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. "
 
@@ -273,25 +273,25 @@ def _those_who_may_fail(frame):
     """Requests whose own step it is, and nobody else's: of a round that is all who are in it."""
     while frame is not None:
         place, own = _place(frame), frame.f_locals
-        if place == "/engine/engine.py:Engine._learn_prompts" and "part" in own:  # a prompt is taken in
+        if place == "/engine/rounds.py:Rounds._learn_prompts" and "part" in own:  # a prompt is taken in
             return {job for job in own_jobs(frame) if own["part"].batch.sequences[own["part"].row] in job.sequences}
-        if place == "/engine/engine.py:Engine._settle" and "sequence" in own:
+        if place == "/engine/rounds.py:Rounds._settle" and "sequence" in own:
             return {job for job in own_jobs(frame) if own["sequence"] in job.sequences}
-        if place == "/engine/engine.py:Engine._extend" and "sequence" in own:
+        if place == "/engine/rounds.py:Rounds._extend" and "sequence" in own:
             sequence = own["sequence"]  # it takes in its tokens
             return {job for job in own_jobs(frame) if sequence in job.sequences}
         if place == "/engine/page_allocator.py:PageAllocator.keep":
             return set()
-        if place in ("/engine/scheduler.py:Scheduler._tell", "/engine/scheduler.py:Scheduler._preempt"):
+        if place in ("/engine/scheduler.py:Scheduler._tell", "/engine/decode_loop.py:DecodeLoop._preempt"):
             return {own["job"]}
         if place == "/engine/scheduler.py:Scheduler._report":
             return {own["job"]}
-        if place in ("/engine/scheduler.py:Scheduler._open", "/engine/scheduler.py:Scheduler._join_if_prefilled"):
+        if place in ("/engine/decode_loop.py:DecodeLoop._open", "/engine/decode_loop.py:DecodeLoop._join_if_prefilled"):
             return {own["prefill"].job}
-        if place == "/engine/scheduler.py:Scheduler._extend_rows" and "job" in own:
+        if place == "/engine/decode_loop.py:DecodeLoop._extend_rows" and "job" in own:
             return {own["job"]}
-        if place == "/engine/scheduler.py:Scheduler._prefill" or (
-            place == "/engine/scheduler.py:Scheduler._round" and "seconds" not in own
+        if place == "/engine/decode_loop.py:DecodeLoop._prefill" or (
+            place == "/engine/decode_loop.py:DecodeLoop._round" and "seconds" not in own
         ):
             return set(own_jobs(frame))
         frame = frame.f_back
@@ -333,7 +333,8 @@ def prepare(patch):
     patch.setattr(scheduling.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3, monotonic=lambda: 1.0)
-    patch.setattr(scheduling, "time", clock)
+    for module in (decode_loop, scheduling):
+        patch.setattr(module, "time", clock)
     patch.setattr(logging.getLogger("graft.server"), "disabled", True)
     decoded_before.cache_clear()
 

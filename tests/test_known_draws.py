@@ -16,7 +16,7 @@ import block_heads
 import graft
 import graft.tree.candidates as candidates_module
 import heads
-from batches import prefill
+from batches import opened, prefill
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, gumbel_noise, noise_of_tokens
@@ -109,7 +109,7 @@ def test_greedy_rows_are_drafted_by_the_same_bits_beside_sampled_ones():
 
 
 def open_batch(engine, settings):
-    batch = engine.open(engine.new_sequences(PROMPT, settings))
+    batch = opened(engine, engine.new_sequences(PROMPT, settings))
     prefill(engine, batch)
     return batch
 

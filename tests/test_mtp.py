@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
-from batches import prefill, prefilled
+from batches import opened, prefill, prefilled
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
@@ -172,14 +172,14 @@ def test_after_rounds_the_head_drafts_what_it_drafts_of_the_text_read_anew(check
     engine = Engine(model, policy="dense", drafter=drafter)
     settings = SamplingSettings(max_new_tokens=40)
     sequences = [s for p in (PROMPT, [5, 6], PROMPT * 2) for s in engine.new_sequences(p, settings)]
-    batch = engine.open(sequences)
+    batch = opened(engine, sequences)
     prefill(engine, batch)
     for _ in range(12):
         engine.run_round(batch, Clock())
     assert sum(s.stats.accepted for s in sequences) > 0
     old = next(drafter.levels(batch.draft, batch.roots()))
     for row, sequence in enumerate(sequences):
-        fresh = engine.open(engine.new_sequences(sequence.ids, settings))
+        fresh = opened(engine, engine.new_sequences(sequence.ids, settings))
         prefill(engine, fresh)
         new = next(drafter.levels(fresh.draft, fresh.roots()))
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)

@@ -329,7 +329,7 @@ def test_closing_the_server_also_ends_a_request_that_is_just_being_preempted(sch
                 pass
 
     def round_and_preempt(self, batch, chunks):
-        self.engine.run_round(batch, self._clock, chunks)
+        self.engine.run_round(batch, self.clock, chunks)
         if not closing:
             monkeypatch.setattr(Scheduler, "_remove", leave_and_close)
             preempt(self, next(iter(self._running)))

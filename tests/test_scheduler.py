@@ -463,7 +463,7 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
     gate.wait()
     assert (1, 79) in sizes and max(sum(size) for size in sizes) == 80
     sizes.clear()
-    monkeypatch.setattr("graft.engine.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
+    monkeypatch.setattr("graft.engine.decode_loop.LONG_TEXT", 24)  # 512 of 24 tokens are as much work as 40 of 303
     asked = Asked(scheduler, "y" * 300, max_new_tokens=1)
     gate.open()
     asked.wait()

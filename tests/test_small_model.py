@@ -361,7 +361,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     runner, graphs = batch.draft.runner, graphs_of(batch.draft.runner)
     for tree, same in zip(trees, drafted(drafter, batch), strict=True):
         assert [node[:2] for node in tree] == [node[:2] for node in same]
-    batch.release()
+    batch.cache.release()
     answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert sum(answer.stats.accepted for answer in answers) > 12

@@ -1,60 +1,40 @@
-"""The engine: the round of speculative decoding, and the loop around it.
+"""The engine: a target model and everything learned about it, with the verbs of the library.
 
-A round: propose a tree (draft, prune, graft), verify it, accept a path, commit it, learn. Plain decoding is the same
-round with a tree of one node.
+The round is in `rounds.py`. Every verb submits its prompts to a decode loop, the same that a server's thread runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from graft.data import user_message
 from graft.datastore.lookup import Datastore
 from graft.engine.answers import Choice, Generation, Stream
-from graft.engine.device_rows import ReadChunk
+from graft.engine.decode_loop import DecodeLoop
+from graft.engine.jobs import Job, SchedulerSettings
 from graft.engine.prompts import Prompt, encode_prompt, render_chat, require_tokenizer
+from graft.engine.rounds import Rounds
 from graft.errors import ContextError
-from graft.model import Chunk, KVCache, VerifyOutput, target_for
-from graft.model.grammar import pruned
-from graft.model.sampler import Chooser, Sampler, SamplingSettings
+from graft.model import target_for
+from graft.model.sampler import Chooser, SamplingSettings
 from graft.model.support import usable_model
 from graft.request.batch import Batch
 from graft.request.round_trace import RoundRecord
 from graft.request.sequence import Sequence as TokenSequence
-from graft.request.sequence import TreeRow
-from graft.request.stats import Clock
 from graft.settings import check_size, require, require_known
-from graft.spec_decode.acceptance import Accepted, walk
-from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
-from graft.spec_decode.policies.base import DraftResult
-from graft.spec_decode.policies.graft import Graft
-from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
-from graft.tree.tree import DraftTree
-
-if TYPE_CHECKING:
-    from graft.engine.device_rounds import DeviceRounds
-
-BY_ITSELF = ("cuda",)  # kinds of devices that make rounds by themselves
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, make_policy
+from graft.spec_decode.proposers.drafter import Drafter
 
 
-class PrefillChunk(NamedTuple):
-    """The next tokens of a prompt to prefill, and the row that they belong to."""
-
-    batch: Batch
-    row: int
-    chunk: Chunk
-
-
-class Engine:
+class Engine(Rounds):
     """A target model and everything learned about it.
 
     Its verbs are `generate`, `generate_batch`, `generate_group`, `stream`, `generate_async` and `stream_async`.
@@ -85,16 +65,14 @@ class Engine:
         good = tokenizer is None or hasattr(tokenizer, "decode")
         require(good, f"a tokenizer is an object such as AutoTokenizer gives, not {tokenizer!r}")
         check_size("chunk_size", chunk_size)
-        self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
-        self.tokenizer = tokenizer
-        self.drafter = drafter
+        target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         if not isinstance(policy, Policy):
             require_known("policy", policy, POLICIES)
-            policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
-        self.policy = policy
+            policy = make_policy(policy, target, drafter, budget, isolated=isolated, datastore=datastore)
+        endings = [i for i in _eos_token_ids(model, tokenizer) if i < target.vocab_size]
+        super().__init__(target, policy, drafter, endings)
+        self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
-        self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
-        self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     def __repr__(self) -> str:
         model = self.target.model
@@ -234,7 +212,7 @@ class Engine:
             f"ask for at most {limit - prompt} new tokens{why}"
         )
 
-    # The round and its loop
+    # The loop
 
     def rounds(
         self,
@@ -244,322 +222,35 @@ class Engine:
     ) -> Generator[list[TokenSequence], None, None]:
         """Decode the sequences together until all have ended; after every round, yield those that were in it.
 
-        prefill: replaces the engine's own prefill, for prompts that are more than tokens. It commits every prompt but
-        its last token. Closing the iterator early cancels what is left.
+        chooser: replaces the sampler of their settings. prefill: replaces the engine's own prefill, for prompts that
+        are more than tokens. It commits every prompt but its last token. Closing the iterator early cancels what is
+        left.
         """
         require(bool(sequences), "there is no prompt to decode")
         start = time.perf_counter()
         self.policy.prepare()
+        self.target.refresh()
         setup_seconds = time.perf_counter() - start
-        start += setup_seconds
-        # Custom prefill (images): ids alone cannot key the prefix cache.
-        shares = self.prefix_cache and prefill is None
-        batch = self.open(sequences, chooser, shares)
+        settings = SchedulerSettings(max_rows=len(sequences), prefix_cache_tokens=None if self.prefix_cache else 0)
+        loop = DecodeLoop(self, settings, self.target.chunk_size)
+        job = Job(sequences, choosers=[chooser] if chooser is not None else [], prefill=prefill)
+        loop.submit(job)
         try:
-            for sequence, count in zip(sequences, batch.cache.lengths, strict=True):
-                sequence.stats.cached_tokens = count
-            (prefill or self._prefill)(batch)
-            prefill_seconds = time.perf_counter() - start
-            clock = Clock()
-            while batch.sequences:
-                start = time.perf_counter()
-                self.run_round(batch, clock)
-                _raise_failure(batch)
-                seconds = time.perf_counter() - start
-                for sequence in batch.sequences:
+            while loop.has_work:
+                decoded = loop.decoded
+                loop.step()
+                if job.error is not None:
+                    raise job.error
+                for sequence in decoded:
                     sequence.stats.setup_seconds = setup_seconds
-                    sequence.stats.prefill_seconds = prefill_seconds
-                    sequence.stats.decode_seconds += seconds
-                    sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
-                # Another batch's round may finish further ones meanwhile: they are dropped when they were shown too.
-                finished = [row for row, own in enumerate(batch.sequences) if own.finish_reason is not None]
-                yield batch.sequences
-                self._drop(batch, finished, learns=prefill is None, shares=shares)
+                    sequence.stats.seconds_by_phase = loop.clock.with_host(sequence.stats.decode_seconds)
+                if decoded:
+                    yield decoded
         finally:
-            for sequence in batch.sequences:
-                sequence.conclude()
-            batch.release()
-
-    def _drop(self, batch: Batch, finished: list[int], learns: bool, shares: bool) -> None:
-        """Remove finished rows. learns, shares: whether the policy and the prefix cache may use them."""
-        if not finished:
-            return
-        for row in finished:
-            if learns:
-                self.finish(batch, batch.sequences[row])
-            if shares:
-                self.keep_pages(batch, row)
-        batch.keep(set(range(len(batch.sequences))).difference(finished))
-
-    @torch.no_grad()
-    def run_round(
-        self,
-        batch: Batch,
-        clock: Clock,
-        chunks: Sequence[PrefillChunk] = (),
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """The round: propose a tree for every row, verify all trees in one step, and extend each sequence.
-
-        chunks: parts of other batches' prompts, prefilled in the same step.
-        meanwhile: called while the device works, when the sequences' texts are those of the rounds before.
-        """
-        batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
-        if batch.is_on_device:
-            self._run_on_device(batch, clock, chunks, meanwhile)
-            return
-        speculates = any(sequence.speculates for sequence in batch.sequences)
-        if speculates:
-            draft_result = self.policy.grow(batch, batch.roots(), clock)
-        else:
-            draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
-        tree = self._allowed_tree(batch, draft_result.tree)
-        with clock("verify") as verify_time:
-            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
-            assert verified is not None
-            self._settle(batch)
-            meanwhile()
-            self.target.synchronize()  # the walk would wait for it; here the time counts as the verify's
-        with clock("accept"):
-            accepted = walk(tree, verified, batch.chooser)
-            self.target.commit(batch.cache, accepted.nodes)
-        with clock("learn"):
-            if speculates:
-                self.policy.learn(batch, tree, verified, accepted, verify_time())
-            self._learn_prompts(chunks, read)
-        self._extend(batch, tree, verified, accepted, draft_result)
-
-    def _run_on_device(
-        self, batch: Batch, clock: Clock, chunks: Sequence[PrefillChunk], meanwhile: Callable[[], None]
-    ) -> None:
-        """A round of the device: it is launched, and the one before is taken."""
-        assert self.device_rounds is not None
-        try:
-            read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
-        except RuntimeError:
-            if self.device_rounds.failure is None:
-                raise
-            # The device cannot make rounds here: the host takes over, with samplers that know the texts so far.
-            self.device_rounds.flush(clock)
-            batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
-            self.run_round(batch, clock, chunks, meanwhile)
-            return
-        if read is not None:
-            self._learn_prompts(chunks, read)
-        elif chunks:
-            self.prefill(chunks)
-
-    @property
-    def device_rounds(self) -> DeviceRounds | None:
-        """The rounds that the device makes by itself; None where it cannot."""
-        if self._device_rounds is None or self._device_rounds[0] is not self.policy:
-            rounds = None
-            if self.target.device.type in BY_ITSELF:
-                from graft.engine.device_rounds import DeviceRounds  # needs Triton
-
-                rounds = DeviceRounds.of(self.target, self.policy, self.drafter)
-            if isinstance(self.policy, Graft):
-                self.policy.on_device = rounds
-            self._device_rounds = (self.policy, rounds)
-        return self._device_rounds[1]
-
-    def finish(self, batch: Batch, sequence: TokenSequence) -> None:
-        """Learn from a finished answer."""
-        if batch.is_on_device and self.device_rounds is not None:
-            self.policy.num_texts += 1
-            self.device_rounds.finish_text(sequence)
-        else:
-            self.policy.finish(sequence)
-
-    def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
-        """The nodes that grammars allow, and no more than fit a step."""
-        sequences = batch.sequences
-        tree = pruned(
-            tree, [sequence.constraint for sequence in sequences], [sequence.speculates for sequence in sequences]
-        )
-        most = self.target.max_tokens
-        if most is None:
-            return tree
-        # A fixed budget for many rows may ask for more than fits.
-        return tree.first(max((most - batch.num_prefill_tokens) // len(sequences), 1))
-
-    def _extend(
-        self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, draft_result: DraftResult
-    ) -> None:
-        """Append each row's accepted tokens to its sequence. A failure ends that sequence alone."""
-        sources, common = self.policy.sources, self.policy.common_sources
-        outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
-        for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
-            try:
-                is_whole = sequence.speculates and sequence.constraint is None
-                considered = draft_result.considered if is_whole else None
-                knew_noise = draft_result.draws is not None and draft_result.draws.kinds[row] > 0
-                seen = TreeRow(tree, verified, row, sources, considered, common, knew_noise)
-                sequence.stats.draft_passes += passes
-                sequence.extend(tokens, nodes, seen)
-            except Exception as error:
-                sequence.failure = error
-
-    @torch.no_grad()
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Run a step of prompt chunks alone."""
-        _, read = self.target.step(None, None, [part.chunk for part in chunks])
-        self._learn_prompts(chunks, read)
-        self.target.synchronize()
-
-    def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
-        """Learn from prefilled chunks. A failure ends that sequence alone, or those that the device learns together."""
-        together: list[tuple[PrefillChunk, VerifyOutput]] = []
-        for part, verified in zip(chunks, read, strict=True):
-            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
-            start = end - len(part.chunk.tokens)
-            try:
-                sequence.read_prompt(start, verified)
-                if sequence.speculates and part.batch.is_on_device:
-                    together.append((part, verified))
-                elif sequence.speculates:
-                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
-            except Exception as error:
-                sequence.failure = error
-        try:
-            self._learn_on_device(together)
-        except Exception as error:
-            for part, _ in together:
-                part.batch.sequences[part.row].failure = error
-
-    def _learn_on_device(self, chunks: Sequence[tuple[PrefillChunk, VerifyOutput]]) -> None:
-        """Let the device learn from all chunks of a step at once."""
-        if not chunks:
-            return
-        assert self.device_rounds is not None
-        texts, entries = [], []
-        for part, verified in chunks:
-            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
-            start = end - len(part.chunk.tokens)
-            salt = self.policy.salt_of(sequence)
-            texts.append(ReadChunk(verified, sequence.ids[max(start - 2, 0) : start], salt))
-            entries.append((part.batch.draft, part.row, verified, sequence.ids[start + 1 : end + 1]))
-        self.device_rounds.learn_prompts(texts)
-        if self.policy.drafter is not None:
-            self.policy.drafter.read_chunks(entries)
-
-    def _settle(self, batch: Batch) -> None:
-        """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""
-        for sequence in batch.sequences:
-            try:
-                sequence.settle()
-            except Exception as error:
-                sequence.failure = error
-
-    def _prefill(self, batch: Batch) -> None:
-        """Commit every prompt but its last token, which is the first round's root; many rows in a step."""
-        row_of: dict[tuple[int, ...], int] = {}
-        copies: list[tuple[int, int]] = []
-        waiting: list[int] = []
-        for row, sequence in enumerate(batch.sequences):
-            first = row_of.setdefault(tuple(sequence.ids), row)
-            if first != row:
-                copies.append((first, row))
-            elif batch.next_chunk(row, 1).tokens:
-                waiting.append(row)
-        while waiting:
-            self.prefill(next_chunks(((batch, row) for row in waiting), self.target.chunk_size))
-            _raise_failure(batch)
-            waiting = [row for row in waiting if batch.next_chunk(row, 1).tokens]
-        if self.prefix_cache:  # now, because a cancelled answer keeps nothing
-            for row in row_of.values():
-                self.keep_pages(batch, row)
-        for source, target in copies:
-            batch.copy_row(source, target)
-
-    # Batches and their pages
-
-    def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None, shares: bool = False) -> Batch:
-        """A batch of these sequences.
-
-        chooser: replaces the sampler of their settings. shares: use the prefix cache for their prompts.
-        """
-        num_slots = max(s.num_prompt_tokens + s.settings.most_new_tokens for s in sequences) + MAX_BUDGET + 1
-        if not shares:
-            return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
-        salts = [self.page_salt(sequence) for sequence in sequences]
-        cache = self.target.open_with_prefix([sequence.ids for sequence in sequences], salts, num_slots)
-        return self.batch_of(sequences, cache, chooser)
-
-    def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
-        """A batch of these sequences on rows that may hold the beginnings of their texts already."""
-        try:
-            draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
-            rounds = self.device_rounds if chooser is None and not any(row.offset for row in cache.rows) else None
-            is_on_device = rounds is not None and rounds.can_run(sequences, draft)
-            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft, is_on_device)
-        except Exception:
-            cache.release()
-            raise
-
-    def _sampler(self, batch: list[TokenSequence]) -> Sampler:
-        return Sampler(
-            [s.settings for s in batch],
-            [s.ids for s in batch],
-            self.eos_token_ids,
-            self.target.vocab_size,
-            self.target.device,
-            [s.constraint for s in batch],
-        )
-
-    def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
-        """The key's prefix under which the prefix cache keeps a text's pages. salt: of those who may share them."""
-        # Without speculation the drafter's pages stay empty, so these texts have keys of their own. A prompt whose
-        # log-probabilities are wanted must be prefilled from its beginning, so it shares with nobody.
-        own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
-        return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
-
-    def keep_pages(self, batch: Batch, row: int, salt: str = "") -> None:
-        """Put a row's pages into the prefix cache."""
-        sequence = batch.sequences[row]
-        if sequence.num_prompt_logprobs is not None:
-            return  # nobody else has its salt
-        num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
-        batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
-
-    # Set-up
-
-    def warm_up(self, max_tokens: int, max_rows: int) -> None:
-        """Do the one-time work now that would make the first requests wait.
-
-        max_tokens: of the largest step; max_rows: of the largest batch. Progress is reported through
-        `target.progress`.
-        """
-        self.target.warm_up(max_tokens)
-        if self.drafter is not None:
-            self.drafter.warm_up(self.target, max_rows)
-        self.policy.prepare()
-        self.policy.measure()
-        if self.device_rounds is not None:
-            self.device_rounds.warm_up(max_rows)
-
-    @property
-    def num_setups(self) -> int:
-        return num_setups_of(self.target, self.drafter)
-
-
-def next_chunks(rows: Iterable[tuple[Batch, int]], max_tokens: int) -> list[PrefillChunk]:
-    """The next chunks of rows' prompts, in order, of at most `max_tokens` together."""
-    chunks: list[PrefillChunk] = []
-    for batch, row in rows:
-        chunk = batch.next_chunk(row, max_tokens)
-        if chunk.tokens:
-            chunks.append(PrefillChunk(batch, row, chunk))
-            max_tokens -= len(chunk.tokens)
-        if max_tokens == 0:
-            break
-    return chunks
-
-
-def _raise_failure(batch: Batch) -> None:
-    """Raise the first failure of a sequence, if there is one."""
-    for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
-        raise failure
+            loop.release()
+            if job.error is None:
+                for sequence in job.open_answers:
+                    sequence.conclude()
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> list[int]:

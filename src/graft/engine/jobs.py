@@ -1,4 +1,4 @@
-"""Jobs: requests as the scheduler sees them, the updates that their listeners get, and the scheduler's settings."""
+"""Jobs: requests as the decode loop sees them, the updates that their listeners get, and the scheduler's settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from graft.model.sampler import Chooser
+from graft.request.batch import Batch
 from graft.request.round_trace import RoundRecord
 from graft.request.sequence import FinishReason, Sequence, TokenLogprob
 from graft.settings import Settings, require
@@ -85,21 +86,24 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(eq=False)
 class Job:
-    """A request. `listener` is called in the scheduler's thread and must be quick."""
+    """A request. `listener` is called in the loop's thread and must be quick."""
 
     sequences: list[Sequence]
-    listener: Callable[[Update | Failure], None]
+    listener: Callable[[Update | Failure], None] = lambda news: None  # a caller who drives the loop needs none
     salt: str = ""  # requests with the same salt share pages of the prefix cache
     deadline: float | None = None  # by time.monotonic
     cancelled: bool = False
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: BaseException | None = None  # why it failed, if its caller drives the loop
     joined: float | None = None  # when its first round began, by time.monotonic
     told: list[int] = field(default_factory=list)  # tokens of each answer that were reported
     ended: set[int] = field(default_factory=set)  # answers whose finish was reported
     number: int = field(default_factory=lambda: next(_NUMBERS))  # a younger job has a higher number
     request: int = 0  # once submitted: the number of the first job of the same request
     is_preempted: bool = False
-    choosers: list[Chooser] = field(default_factory=list)  # samplers of its open answers then, if the host has them
+    # What replaces the samplers of its open answers' settings; once preempted, samplers that know what they have drawn.
+    choosers: list[Chooser] = field(default_factory=list)
+    # Replaces the loop's own prefill, for prompts that are more than tokens: commits all of each but its last token.
+    prefill: Callable[[Batch], None] | None = None
 
     def __post_init__(self) -> None:
         self.told = [0] * len(self.sequences)
@@ -107,6 +111,11 @@ class Job:
     @property
     def open_answers(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return self.sequences[0].stats.cached_tokens
 
     def next_update(self, sequence: Sequence) -> Update | None:
         """Everything about an answer that was not reported yet; None if there is nothing new."""

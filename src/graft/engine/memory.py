@@ -10,8 +10,8 @@ from graft.machine import total_memory
 from graft.model.kv_cache import PAGE
 
 if TYPE_CHECKING:
-    from graft.engine import Engine
     from graft.engine.jobs import SchedulerSettings
+    from graft.engine.rounds import Rounds
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone
@@ -19,7 +19,7 @@ _WORKSPACE = 2 << 30  # bytes of a GPU for CUDA graphs and kernels, beside weigh
 _CONTEXT = 1 << 30  # the most bytes of a CUDA context: whatever else is in use belongs to other processes
 
 
-def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_tokens: int) -> int:
+def num_pages_for(engine: Rounds, settings: SchedulerSettings, max_batched_tokens: int) -> int:
     """Pages to allocate for the KV caches of the target and the drafter."""
     device, limits = engine.target.device, []
     if engine.target.max_positions is not None:
@@ -46,7 +46,7 @@ def _room(share: float, free: int, total: int, reserved: int) -> int:
     return min(int(share * total) - reserved - context, free)
 
 
-def bytes_per_token(engine: Engine) -> int:
+def bytes_per_token(engine: Rounds) -> int:
     """Bytes that a token takes in the target's KV cache and in the drafter's."""
     own = engine.drafter.bytes_per_token if engine.drafter is not None else 0
     return int(engine.target.bytes_per_token()) + own

@@ -1,6 +1,6 @@
-"""Page allocator: the scheduler's view of the KV cache. It decides how many pages requests need, get and leave behind.
+"""Page allocator: the decode loop's view of the KV cache: how many pages requests need, get and leave behind.
 
-Who has to give up pages when none are free is the scheduler's decision.
+Who has to give up pages when none are free is the loop's decision.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from graft.engine.engine import Engine
 from graft.engine.jobs import Job, SchedulerSettings
 from graft.engine.memory import num_pages_for
+from graft.engine.rounds import Rounds
 from graft.model import Row
-from graft.model.kv_cache import PAGE
+from graft.model.kv_cache import PAGE, PagePool
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
 from graft.settings import require
@@ -23,24 +24,41 @@ from graft.spec_decode.policies import MAX_BUDGET
 log = logging.getLogger("graft.server")
 
 
-class PageAllocator:
-    """Allocates the KV cache when it is made, and then its pages to requests."""
+class OpenedRows(NamedTuple):
+    """The rows of a request."""
 
-    def __init__(self, engine: Engine, settings: SchedulerSettings, max_batched_tokens: int) -> None:
+    batch: Batch
+    unread: list[int]  # rows to prefill
+    copies: list[tuple[int, int]]  # (source, target): rows to copy when the source is prefilled
+
+
+class PageAllocator:
+    """Gives pages of the KV cache to requests.
+
+    In a library the cache grows on demand. In a server it has a fixed size (`fix_size`), so requests may have to wait.
+    """
+
+    def __init__(self, engine: Rounds, settings: SchedulerSettings) -> None:
         self.engine, self.settings = engine, settings
         # Slots that a round may write after a row's committed text: the target's tree, or the drafter's.
         self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
         if engine.device_rounds is not None:  # the host does not know yet what the round in flight has added
             self.slots_ahead += engine.device_rounds.max_new_tokens
-        num_pages = num_pages_for(engine, settings, max_batched_tokens)
+
+    @property
+    def pool(self) -> PagePool:
+        return self.engine.target.pool
+
+    def fix_size(self, max_batched_tokens: int) -> None:
+        """Allocate as many pages as memory and settings allow, once for all."""
+        num_pages = num_pages_for(self.engine, self.settings, max_batched_tokens)
         least = _pages(self.slots_ahead + 2)
         require(
             num_pages >= least,
             f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
             "or max_cache_tokens if it is set",
         )
-        engine.target.limit_pages(num_pages, settings.max_rows)
-        self.pool = engine.target.pool
+        self.engine.target.limit_pages(num_pages, self.settings.max_rows)
 
     def check(self, job: Job) -> None:
         """Raise a GraftError if the request needs more pages than there are."""
@@ -59,31 +77,36 @@ class PageAllocator:
             needed = sum(_pages(len(sequence.ids) + self.slots_ahead) for sequence in answers)
         return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
 
-    def open_rows(self, job: Job) -> tuple[Batch, list[int]]:
-        """A batch of the request's open answers, and its rows that must be prefilled.
-
-        Answers to one prompt share its prefill. Those of a preempted request have texts of their own, and samplers that
-        know what they have drawn.
-        """
-        sequences, is_preempted = job.open_answers, job.is_preempted
-        unread = list(range(len(sequences))) if is_preempted else [0]
+    def open_rows(self, job: Job) -> OpenedRows:
+        """A batch of the request's open answers. Answers with the same text so far share its prefill."""
+        sequences = job.open_answers
+        unread, copies = _unread_and_copies(sequences) if job.prefill is None else ([], [])
         rows: list[Row] = []
         try:
             for number, sequence in enumerate(sequences):
-                if number in unread:
-                    salt = self.salt(job, sequence)
-                    rows.append(self.pool.open_with_prefix(sequence.ids, salt, self._num_slots(sequence)))
-                else:
-                    rows.append(self.pool.open_row(0))
+                rows.append(self._open_row(job, sequence, is_prefilled=number in unread))
             chooser = functools.reduce(lambda one, other: one.concat(other), job.choosers) if job.choosers else None
             batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
         except Exception:
             for row in rows:
                 self.pool.release(row)
             raise
-        if not is_preempted:
-            job.num_cached_tokens = rows[0].length
-        return batch, unread
+        if not job.is_preempted:
+            source_of = {target: source for source, target in copies}
+            for number, sequence in enumerate(sequences):
+                sequence.stats.cached_tokens = rows[source_of.get(number, number)].length
+        return OpenedRows(batch, unread, copies)
+
+    def _open_row(self, job: Job, sequence: Sequence, is_prefilled: bool) -> Row:
+        if is_prefilled and self._shares_prefixes(job):
+            return self.pool.open_with_prefix(sequence.ids, self.salt(job, sequence), self._num_slots(sequence))
+        # A row that will be a copy shares the pages of its source, so it needs none of a cache that cannot grow.
+        is_copy = not is_prefilled and job.prefill is None
+        return self.pool.open_row(0 if is_copy and self.pool.is_fixed else self._num_slots(sequence))
+
+    def _shares_prefixes(self, job: Job) -> bool:
+        """Whether its pages may be found and kept by their tokens. With images, ids alone do not tell texts apart."""
+        return self.settings.prefix_cache_tokens != 0 and job.prefill is None
 
     def short_rows(self, batch: Batch) -> list[tuple[Sequence, Row]]:
         """Rows without enough pages for what the coming round writes."""
@@ -107,7 +130,7 @@ class PageAllocator:
 
     def keep(self, job: Job, batch: Batch, row: int) -> None:
         """Put a row's pages into the prefix cache."""
-        if self.settings.prefix_cache_tokens != 0:
+        if self._shares_prefixes(job):
             with failures_logged("the prefix cache does not keep a text"):
                 self.engine.keep_pages(batch, row, job.salt)
 
@@ -130,9 +153,12 @@ class PageAllocator:
         return _pages(sequence.num_prompt_tokens + sequence.settings.most_new_tokens + self.slots_ahead)
 
     def _num_slots(self, sequence: Sequence) -> int:
-        """Slots to start with: for the whole answer if plenty is free, because adjacent pages are read faster."""
+        """Slots to start with: for the whole answer if plenty is free, because adjacent pages are read faster.
+
+        A cache that grows moves its memory, so it grows once, now.
+        """
         whole = self._num_pages(sequence)
-        if self.pool.num_free - whole > self.pool.num_pages // 2:
+        if not self.pool.is_fixed or self.pool.num_free - whole > self.pool.num_pages // 2:
             return PAGE * whole
         return len(sequence.ids) + self.slots_ahead
 
@@ -144,6 +170,17 @@ def failures_logged(what: str) -> Iterator[None]:
         yield
     except Exception:
         log.warning("%s", what, exc_info=True)
+
+
+def _unread_and_copies(sequences: list[Sequence]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The first row of every text, and (first row, other row) for the others."""
+    row_of: dict[tuple[int, ...], int] = {}
+    copies: list[tuple[int, int]] = []
+    for row, sequence in enumerate(sequences):
+        first = row_of.setdefault(tuple(sequence.ids), row)
+        if first != row:
+            copies.append((first, row))
+    return list(row_of.values()), copies
 
 
 def _pages(num_tokens: int) -> int:

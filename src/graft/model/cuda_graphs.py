@@ -307,12 +307,11 @@ class CapturedTarget(TargetRunner):
         self._graphs.num_resized = -1
         pool.add_store(self._store)
 
-    def _open_rows(self, opening: Iterator[Row]) -> KVCache:
+    def refresh(self) -> None:
         with self._graphs.lock:
             self._graphs.refresh()
             if self._graphs.failure is None and not self._graphs.num_captured:
                 self.progress(Report("graphs", 0, 1, "kernels"))  # the first forward compiles them
-            return super()._open_rows(opening)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:

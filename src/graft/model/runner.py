@@ -150,25 +150,20 @@ class TargetRunner:
     def warm_up(self, max_tokens: int) -> None:
         """Do one-time work for steps of up to so many tokens. Eager steps need none."""
 
+    def refresh(self) -> None:
+        """Notice that the model has changed, such as weights that moved, before rows are opened."""
+
     def memory_report(self) -> dict[str, int]:
         """Bytes on the device, by purpose, beside the model's weights and temporary tensors."""
         return {"cache": self._store.nbytes}
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
-        """Open a KV cache of so many rows, each with room for so many tokens."""
-        return self._open_rows(self.pool.open_row(num_slots) for _ in range(num_rows))
-
-    def open_with_prefix(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
-        """Open a KV cache with a row for each text; prefixes cached under the text's salt are committed."""
-        pairs = zip(texts, salts, strict=True)
-        return self._open_rows(self.pool.open_with_prefix(text, salt, num_slots) for text, salt in pairs)
-
-    def _open_rows(self, opening: Iterator[Row]) -> KVCache:
-        """A KV cache of rows that are opened one by one. If one fails, all are released."""
+        """Open a KV cache of so many rows, each with room for so many tokens. If one fails, all are released."""
+        self.refresh()
         rows: list[Row] = []
         try:
-            for row in opening:
-                rows.append(row)
+            for _ in range(num_rows):
+                rows.append(self.pool.open_row(num_slots))
         except Exception:
             for row in rows:
                 self.pool.release(row)

@@ -67,10 +67,6 @@ class Batch:
         for row in gone:
             cache.pool.release(row)
 
-    def release(self) -> None:
-        """Release all pages."""
-        self.cache.release()
-
     def next_chunk(self, row: int, max_tokens: int) -> Chunk:
         """The next tokens of the row's text to prefill, without its last token, which is the first round's root."""
         start, ids = self.cache.rows[row].length, self.sequences[row].ids

@@ -1,0 +1,270 @@
+"""Rounds: the round of speculative decoding, and the batches that it runs on.
+
+A round: propose a tree (draft, prune, graft), verify it, accept a path, commit it, learn. Plain decoding is the same
+round with a tree of one node. Which requests are in a round is decided by the loop around it (`decode_loop.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from graft.engine.device_rows import ReadChunk
+from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
+from graft.model.grammar import pruned
+from graft.model.sampler import Chooser, Sampler
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock
+from graft.spec_decode.acceptance import Accepted, walk
+from graft.spec_decode.policies import Policy
+from graft.spec_decode.policies.base import DraftResult
+from graft.spec_decode.policies.graft import Graft
+from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
+from graft.tree.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.engine.device_rounds import DeviceRounds
+
+BY_ITSELF = ("cuda",)  # kinds of devices that make rounds by themselves
+
+
+class PrefillChunk(NamedTuple):
+    """The next tokens of a prompt to prefill, and the row that they belong to."""
+
+    batch: Batch
+    row: int
+    chunk: Chunk
+
+
+class Rounds:
+    """Runs rounds, and steps of prompts alone, with one target model and one policy."""
+
+    def __init__(
+        self, target: TargetRunner, policy: Policy, drafter: Drafter | None, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.target, self.policy, self.drafter = target, policy, drafter
+        self.eos_token_ids = list(eos_token_ids)
+        self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
+
+    @torch.no_grad()
+    def run_round(
+        self,
+        batch: Batch,
+        clock: Clock,
+        chunks: Sequence[PrefillChunk] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The round: propose a tree for every row, verify all trees in one step, and extend each sequence.
+
+        chunks: parts of other batches' prompts, prefilled in the same step.
+        meanwhile: called while the device works, when the sequences' texts are those of the rounds before.
+        """
+        batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
+        if batch.is_on_device:
+            self._run_on_device(batch, clock, chunks, meanwhile)
+            return
+        speculates = any(sequence.speculates for sequence in batch.sequences)
+        if speculates:
+            draft_result = self.policy.grow(batch, batch.roots(), clock)
+        else:
+            draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
+        tree = self._allowed_tree(batch, draft_result.tree)
+        with clock("verify") as verify_time:
+            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
+            assert verified is not None
+            self._settle(batch)
+            meanwhile()
+            self.target.synchronize()  # the walk would wait for it; here the time counts as the verify's
+        with clock("accept"):
+            accepted = walk(tree, verified, batch.chooser)
+            self.target.commit(batch.cache, accepted.nodes)
+        with clock("learn"):
+            if speculates:
+                self.policy.learn(batch, tree, verified, accepted, verify_time())
+            self._learn_prompts(chunks, read)
+        self._extend(batch, tree, verified, accepted, draft_result)
+
+    def _run_on_device(
+        self, batch: Batch, clock: Clock, chunks: Sequence[PrefillChunk], meanwhile: Callable[[], None]
+    ) -> None:
+        """A round of the device: it is launched, and the one before is taken."""
+        assert self.device_rounds is not None
+        try:
+            read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
+        except RuntimeError:
+            if self.device_rounds.failure is None:
+                raise
+            # The device cannot make rounds here: the host takes over, with samplers that know the texts so far.
+            self.device_rounds.flush(clock)
+            batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
+            self.run_round(batch, clock, chunks, meanwhile)
+            return
+        if read is not None:
+            self._learn_prompts(chunks, read)
+        elif chunks:
+            self.prefill(chunks)
+
+    @property
+    def device_rounds(self) -> DeviceRounds | None:
+        """The rounds that the device makes by itself; None where it cannot."""
+        if self._device_rounds is None or self._device_rounds[0] is not self.policy:
+            rounds = None
+            if self.target.device.type in BY_ITSELF:
+                from graft.engine.device_rounds import DeviceRounds  # needs Triton
+
+                rounds = DeviceRounds.of(self.target, self.policy, self.drafter)
+            if isinstance(self.policy, Graft):
+                self.policy.on_device = rounds
+            self._device_rounds = (self.policy, rounds)
+        return self._device_rounds[1]
+
+    def finish(self, batch: Batch, sequence: TokenSequence) -> None:
+        """Learn from a finished answer."""
+        if batch.is_on_device and self.device_rounds is not None:
+            self.policy.num_texts += 1
+            self.device_rounds.finish_text(sequence)
+        else:
+            self.policy.finish(sequence)
+
+    def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
+        """The nodes that grammars allow, and no more than fit a step."""
+        sequences = batch.sequences
+        tree = pruned(
+            tree, [sequence.constraint for sequence in sequences], [sequence.speculates for sequence in sequences]
+        )
+        most = self.target.max_tokens
+        if most is None:
+            return tree
+        # A fixed budget for many rows may ask for more than fits.
+        return tree.first(max((most - batch.num_prefill_tokens) // len(sequences), 1))
+
+    def _extend(
+        self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, draft_result: DraftResult
+    ) -> None:
+        """Append each row's accepted tokens to its sequence. A failure ends that sequence alone."""
+        sources, common = self.policy.sources, self.policy.common_sources
+        outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
+        for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
+            try:
+                is_whole = sequence.speculates and sequence.constraint is None
+                considered = draft_result.considered if is_whole else None
+                knew_noise = draft_result.draws is not None and draft_result.draws.kinds[row] > 0
+                seen = TreeRow(tree, verified, row, sources, considered, common, knew_noise)
+                sequence.stats.draft_passes += passes
+                sequence.extend(tokens, nodes, seen)
+            except Exception as error:
+                sequence.failure = error
+
+    @torch.no_grad()
+    def prefill(self, chunks: Sequence[PrefillChunk], waits: bool = True) -> None:
+        """Run a step of prompt chunks alone. waits: until the device has done it."""
+        _, read = self.target.step(None, None, [part.chunk for part in chunks])
+        self._learn_prompts(chunks, read)
+        if waits:
+            self.target.synchronize()
+
+    def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
+        """Learn from prefilled chunks. A failure ends that sequence alone, or those that the device learns together."""
+        together: list[tuple[PrefillChunk, VerifyOutput]] = []
+        for part, verified in zip(chunks, read, strict=True):
+            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
+            start = end - len(part.chunk.tokens)
+            try:
+                sequence.read_prompt(start, verified)
+                if sequence.speculates and part.batch.is_on_device:
+                    together.append((part, verified))
+                elif sequence.speculates:
+                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
+            except Exception as error:
+                sequence.failure = error
+        try:
+            self._learn_on_device(together)
+        except Exception as error:
+            for part, _ in together:
+                part.batch.sequences[part.row].failure = error
+
+    def _learn_on_device(self, chunks: Sequence[tuple[PrefillChunk, VerifyOutput]]) -> None:
+        """Let the device learn from all chunks of a step at once."""
+        if not chunks:
+            return
+        assert self.device_rounds is not None
+        texts, entries = [], []
+        for part, verified in chunks:
+            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
+            start = end - len(part.chunk.tokens)
+            salt = self.policy.salt_of(sequence)
+            texts.append(ReadChunk(verified, sequence.ids[max(start - 2, 0) : start], salt))
+            entries.append((part.batch.draft, part.row, verified, sequence.ids[start + 1 : end + 1]))
+        self.device_rounds.learn_prompts(texts)
+        if self.policy.drafter is not None:
+            self.policy.drafter.read_chunks(entries)
+
+    def _settle(self, batch: Batch) -> None:
+        """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""
+        for sequence in batch.sequences:
+            try:
+                sequence.settle()
+            except Exception as error:
+                sequence.failure = error
+
+    # Batches and their pages
+
+    def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
+        """A batch of these sequences on rows that may hold the beginnings of their texts already."""
+        try:
+            draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
+            rounds = self.device_rounds if chooser is None and not any(row.offset for row in cache.rows) else None
+            is_on_device = rounds is not None and rounds.can_run(sequences, draft)
+            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft, is_on_device)
+        except Exception:
+            cache.release()
+            raise
+
+    def _sampler(self, batch: list[TokenSequence]) -> Sampler:
+        return Sampler(
+            [s.settings for s in batch],
+            [s.ids for s in batch],
+            self.eos_token_ids,
+            self.target.vocab_size,
+            self.target.device,
+            [s.constraint for s in batch],
+        )
+
+    def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
+        """The key's prefix under which the prefix cache keeps a text's pages. salt: of those who may share them."""
+        # Without speculation the drafter's pages stay empty, so these texts have keys of their own. A prompt whose
+        # log-probabilities are wanted must be prefilled from its beginning, so it shares with nobody.
+        own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
+        return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
+
+    def keep_pages(self, batch: Batch, row: int, salt: str = "") -> None:
+        """Put a row's pages into the prefix cache."""
+        sequence = batch.sequences[row]
+        if sequence.num_prompt_logprobs is not None:
+            return  # nobody else has its salt
+        num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
+        batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
+
+    # Set-up
+
+    def warm_up(self, max_tokens: int, max_rows: int) -> None:
+        """Do the one-time work now that would make the first requests wait.
+
+        max_tokens: of the largest step; max_rows: of the largest batch. Progress is reported through
+        `target.progress`.
+        """
+        self.target.warm_up(max_tokens)
+        if self.drafter is not None:
+            self.drafter.warm_up(self.target, max_rows)
+        self.policy.prepare()
+        self.policy.measure()
+        if self.device_rounds is not None:
+            self.device_rounds.warm_up(max_rows)
+
+    @property
+    def num_setups(self) -> int:
+        return num_setups_of(self.target, self.drafter)
