@@ -30,7 +30,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_kernels, "highest", highest)
     monkeypatch.setattr(draw_kernels, "draw", draw)
     monkeypatch.setattr(walk_kernels, "follow", follow)
-    for function in (slots, children):
+    for function in (slots, tree.children):
         monkeypatch.setattr(block_kernels, function.__name__, function)
     for function in (enter, keep_last, take_roots, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
@@ -276,11 +276,6 @@ def follow(
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     return torch.cat([torch.cat([embedding[root][None], mask.expand(width - 1, -1)]) for root in roots.tolist()])
-
-
-def children(logits: Tensor, candidates: Tensor, k: int, *table: Tensor) -> None:
-    for part, made in zip(table, tree.children(logits, candidates, k), strict=True):
-        part.copy_(made)
 
 
 def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tensor, root: Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+import block_heads
 import plain_kernels
 from batches import opened
 from captured_parts import Small
@@ -17,6 +18,8 @@ from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner
 from graft.request.sequence import Sequence as TokenSequence
+from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from heads import SMALL_TREE, make_head
 from scheduling import Asked
@@ -32,6 +35,10 @@ class OneContext(Small):
 
 
 class Drafter(CapturedEagle3Drafter):
+    contexts = (64, 128)
+
+
+class OfBlocks(CapturedBlockDrafter):
     contexts = (64, 128)
 
 
@@ -101,6 +108,55 @@ def test_trees_of_the_device_give_the_same_texts(on_device, monkeypatch, tempera
     other = Engine(model, policy="graft", budget=6)
     other.policy.restore(state)
     assert other.generate(PROMPT, **options).ids == answers[0].ids
+
+
+@pytest.fixture
+def first_trees(monkeypatch):
+    """By prompt, the paths of the first tree that was verified for it, and the source of each node."""
+    seen, extend = {}, TokenSequence.extend
+
+    def watched(sequence, tokens, nodes, row):
+        tree, number = row._tree, row._row
+        paths = [()]
+        for token, parent in zip(tree.tokens[number, 1:].tolist(), tree.parents[number, 1:].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        found = list(zip(paths, tree.sources[number].tolist(), strict=True))[: 1 + row.num_nodes]
+        seen.setdefault(tuple(sequence.ids), sorted(found))
+        extend(sequence, tokens, nodes, row)
+
+    monkeypatch.setattr(TokenSequence, "extend", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "head", ["conditional", *(pytest.param(head, marks=pytest.mark.slow) for head in ("marginal", "markov"))]
+)
+def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(on_device, first_trees, monkeypatch, head):
+    """One row is greedy. The other is sampled: there, each slot has the noise of its own position."""
+    model = tiny_model("llama", num_hidden_layers=4).to(DEVICE)
+    settings = BlockTreeSettings(nodes=9)
+    options = {"max_new_tokens": 7, "seed": 5, "each": [{}, {"temperature": 0.7}]}
+    for own, ids in zip(options["each"], plain_ids(model, PROMPTS, monkeypatch, **options), strict=True):
+        own["stop_token_ids"] = [ids[1]]  # the first round suffices
+    first_trees.clear()
+    network = block_heads.make_head(model, **block_heads.HEADS[head]).to(DEVICE)
+    with torch.no_grad():
+        network.norm.weight *= 8  # so sure of its drafts that trees are deep
+    engine = block_heads.make_engine(model, "graft", OfBlocks(network, settings))
+    answers = engine.generate_batch(PROMPTS, **options)
+    assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
+    for stats in (answer.stats for answer in answers):
+        assert "propose" in stats.seconds_by_phase, "the device has made the rounds"
+        assert stats.draft_passes > 0 and stats.proposed_by_source["drafted"] > 0
+    there = dict(first_trees)
+    first_trees.clear()
+    with monkeypatch.context() as eager:
+        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        host = block_heads.make_engine(model, "graft", BlockDrafter(network, settings))
+        host.generate_batch(PROMPTS, **options)
+    for prompt in map(tuple, PROMPTS):
+        assert there[prompt] == first_trees[prompt]
+        assert max(len(path) for path, source in there[prompt] if source == 1) > 1
 
 
 def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -13,17 +14,19 @@ from graft.model.kv_cache import Row
 from graft.model.noise import NUM_KINDS, ComingDraws, RowDraws
 from graft.model.step import FlatStep
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
 
 pytest.importorskip("triton")
 
-from graft.tree.device import copies, drafts, outcome, ranking, tables
+from graft.tree.device import best_first, copies, drafts, outcome, ranking, tables
 from graft.tree.device.pool import Draws, Pool, PoolShape, bucket_starts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTED, SUFFIX, TRIGRAM = 1, 2, 4  # sources; `past` is the one behind SUFFIX
 NUM_SOURCES, NUM_BUCKETS = 7, 32 * 8  # of copies: by match, and in sampled rows by noise
 NUM_BEAMS, LEVELS = 4, (4, 8, 8)
+NUM_SLOTS, NUM_DRAFTS = 5, 20  # of a block, whose tree one pass gives
 VOCABULARY = 9  # of the tables; texts have fewer tokens, so that equal paths are common
 CONTEXT = RING = 2048
 MOST_NODES, TOTAL, SIZE = 40, 30, 48
@@ -44,9 +47,12 @@ def numbers(*values):
 
 
 class Case:
-    """A random round: texts, drafted levels, what the tables have learned, and acceptance probabilities."""
+    """A random round: texts, drafted levels, what the tables have learned, and acceptance probabilities.
 
-    def __init__(self, seed, num_passes):
+    has_block: one pass drafts a whole tree; else each pass drafts a level.
+    """
+
+    def __init__(self, seed, num_passes, has_block):
         self.rng = rng = random.Random(seed)
         self.num_rows, self.num_tokens, self.num_passes = 1 + seed % 3, 3 + seed % 4, num_passes
         lengths = [rng.choice((1, 2, 3, 30, 1500)) for _ in range(self.num_rows)]
@@ -62,7 +68,13 @@ class Case:
             RowDraws(rng.randrange(2**62), len(text.ids), temperature) if temperature else None
             for text, temperature in zip(self.texts, temperatures, strict=True)
         ]
-        self.levels = [self.level(number) for number in range(len(LEVELS))]
+        self.num_beams, self.num_depths = (0, NUM_SLOTS) if has_block else (NUM_BEAMS, 1)
+        self.sizes = (NUM_DRAFTS,) if has_block else LEVELS
+        if has_block:
+            self.table = table(rng, self.num_rows, NUM_SLOTS, self.num_tokens)
+            self.passes = [levels_of(self.table, NUM_SLOTS, NUM_DRAFTS)]
+        else:
+            self.passes = [[self.level(number)] for number in range(len(LEVELS))]
         self.learned = [self.top_k(is_text) for is_text in (False, True, False)]
 
     def tokens(self, count):
@@ -107,8 +119,11 @@ class Case:
         candidates.most_nodes = MOST_NODES
         lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
         first, going = candidates.width - 1, [cap > 0 for cap in self.caps]
-        for number, level in enumerate(self.levels[: self.num_passes], start=1):
-            reach.append(candidates.add_level(level, self.acceptance_probs, DRAFTED, number, first, going, NUM_BEAMS))
+        for number, levels in enumerate(self.passes[: self.num_passes], start=1):
+            for level in levels:
+                given = (level, self.acceptance_probs, DRAFTED, number, first, going, self.num_beams)
+                reached = candidates.add_level(*given)
+            reach.append(reached)
         if self.num_passes:
             lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
         ngrams.propose(candidates, self.texts, TRIGRAM, self.acceptance_probs, self.max_depth)
@@ -121,7 +136,7 @@ class OnDevice:
     def __init__(self, case):
         self.case, rows = case, case.num_rows
         beam = MOST_NODES // 4
-        self.shape = PoolShape(rows, MOST_NODES, beam, LEVELS, num_waves=5, beam=beam)
+        self.shape = PoolShape(rows, MOST_NODES, beam, case.sizes, num_waves=5, beam=beam)
         self.pool = Pool(rows, self.shape.width + 37, DEVICE)
         self.pool.tokens.fill_(5)
         self.pool.paths.fill_(0.5)  # left by the round before
@@ -168,24 +183,32 @@ class OnDevice:
         calibration = (self.acceptance_probs, self.factors, self.max_depths, self.draws)
         copies.attach(pool, self.shape, texts, table_rows, places, own, past, *calibration, SUFFIX, first)
 
+    def drafted(self):
+        """The nodes that each pass drafts."""
+        case = self.case
+        if case.num_depths > 1:
+            return [grown(case.table, NUM_SLOTS, NUM_DRAFTS)]
+        return [level for (level,) in case.passes]
+
     def propose(self):
         """All candidates; returns, by pass that was made, the probability that a beam is accepted."""
         case, pool, shape = self.case, self.pool, self.shape
         copies.begin(pool, shape, self.texts, self.table_rows)
         self.copy(torch.zeros_like(self.table_rows)[:, None], first=1)
-        made = numbers(*[1] * min(case.num_passes, 1), *[0] * (len(LEVELS) + 1))
-        thresholds = torch.full((len(LEVELS) + 1,), -1.0, device=DEVICE)
+        most = len(case.sizes)
+        made = numbers(*[1] * min(case.num_passes, 1), *[0] * (most + 1))
+        thresholds = torch.full((most + 1,), -1.0, device=DEVICE)
         thresholds[case.num_passes] = 1e9  # the pass that is not made
         starts, arrived = bucket_starts(torch.float32, DEVICE), numbers(0)
-        reach, reaches = torch.zeros(case.num_rows, device=DEVICE), torch.zeros(len(LEVELS) + 1, device=DEVICE)
+        reach, reaches = torch.zeros(case.num_rows, device=DEVICE), torch.zeros(most + 1, device=DEVICE)
         reached = []
-        for number, level in enumerate(case.levels):
-            columns = [part.flatten().to(DEVICE) for part in (level.tokens, level.parents, level.probabilities)]
+        for number, nodes in enumerate(self.drafted()):
+            columns = [part.flatten().to(DEVICE) for part in (nodes.tokens, nodes.parents, nodes.probabilities)]
             by_row = (self.draws.kinds, self.caps, thresholds, reach, reaches, made, arrived)
             given = (self.acceptance_probs, self.factors, starts, *by_row)
-            drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, NUM_BEAMS)
+            drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, case.num_beams, case.num_depths)
             reached += [reach.tolist()] if number < case.num_passes else []
-        assert made.tolist()[: len(LEVELS) + 1] == [number < case.num_passes for number in range(len(LEVELS) + 1)]
+        assert made.tolist()[: most + 1] == [number < case.num_passes for number in range(most + 1)]
         places = torch.zeros(case.num_rows, shape.num_places, dtype=torch.int32, device=DEVICE)
         copies.choose_places(pool, shape, made, places, self.max_depths)
         self.copy(places, shape.first_copy)
@@ -222,12 +245,50 @@ def assert_same_nodes(candidates, device, is_merged):
     assert listed(there, pool.paths[:, :width].cpu(), num_rows) == listed(here, nodes.paths, num_rows)
 
 
+def table(rng, num_rows, num_slots, num_tokens, num_parents=3, num_children=4):
+    """What follows each of some tokens, slot by slot. Paths are often equally likely, and some tokens have no child."""
+    shape = (num_rows, num_slots * num_parents, num_children)
+    tokens = torch.tensor([rng.randrange(num_tokens) for _ in range(math.prod(shape))], dtype=torch.int32)
+    q = torch.tensor([sorted(rng.choices(Q, k=num_children), reverse=True) for _ in range(math.prod(shape[:2]))])
+    places = range(-1, num_parents)
+    slots = torch.arange(num_slots).repeat_interleave(num_parents)[:, None]
+    chosen = torch.tensor([rng.choice(places) for _ in range(math.prod(shape))]).view(shape)
+    entries = ((slots + 1) * num_parents + chosen).where((chosen >= 0) & (slots + 1 < num_slots), -1)
+    return Table(tokens.view(shape), q.view(shape), entries.int())
+
+
+def grown(table, num_levels, num_nodes):
+    """The best-first trees, by the kernel."""
+    trees = best_first.Trees(torch.full((5, len(table.tokens), num_nodes), 77, dtype=torch.int32, device=DEVICE))
+    best_first.grow(*(part.to(DEVICE) for part in table), num_levels, trees)
+    return best_first.Trees(trees.numbers.cpu())
+
+
 @pytest.mark.parametrize(
-    ("seed", "num_passes"),
-    [(0, 0), (1, 1), (2, 3), (3, 3), *(pytest.param(seed, 3, marks=pytest.mark.slow) for seed in range(5, 40))],
+    ("num_rows", "num_parents", "num_children", "num_levels", "num_nodes"),
+    [(3, 4, 3, 6, 20), (2, 1, 40, 6, 60), (2, 4, 3, 2, 30), (3, 1, 1, 6, 60), (1, 4, 3, 6, 1)],
 )
-def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes):
-    case = Case(seed, num_passes)
+def test_best_first_trees_on_the_device_are_those_of_the_c_code(
+    num_rows, num_parents, num_children, num_levels, num_nodes
+):
+    made = table(random.Random(0), num_rows, 6, 50, num_parents, num_children)
+    expected, found = levels_of(made, num_levels, num_nodes), grown(made, num_levels, num_nodes).levels(num_rows)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for name in ("tokens", "parents", "probabilities", "path_probabilities"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_passes", "has_block"),
+    [
+        *((0, 0, False), (1, 1, False), (2, 3, False), (3, 3, False), (4, 1, True)),
+        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in range(5, 40)),
+        *(pytest.param(seed, 1, True, marks=pytest.mark.slow) for seed in range(5, 20)),
+    ],
+)
+def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes, has_block):
+    case = Case(seed, num_passes, has_block)
     device = OnDevice(case)
     candidates, reach = case.on_host()
     assert device.propose() == reach

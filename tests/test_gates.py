@@ -14,8 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
-import block_heads
-from captured_parts import DEVICE, PROMPT, SmallDrafter, StaticTarget, Text
+from captured_parts import DEVICE, PROMPT, SmallDrafter, Text
 from graft.model.captures import Captures
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import gate, overlap
@@ -24,9 +23,6 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.layout import Layout
 from graft.spec_decode.proposers import captured
-from graft.spec_decode.proposers.block import kernels as block_kernels
-from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
-from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
@@ -178,28 +174,8 @@ def spread() -> Case:
     return [levels, *vars(beams).values()], launch
 
 
-def slots() -> Case:
-    return [], lambda: block_kernels.slots(ints(8, 0), numbers(9, 12), numbers(12), 4)
-
-
-def children() -> Case:
-    table = [torch.zeros(1, 4, 2, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
-    candidates = torch.arange(100, 106, device=DEVICE).view(1, 2, 3)
-    return table, lambda: block_kernels.children(numbers(1, 2, 2, 3), candidates, 2, *table)
-
-
-def copy() -> Case:
-    target = numbers(2, 700)
-    return [target], lambda: gate.copy(target, numbers(700, 2).T)
-
-
-def copy_of_another_type() -> Case:
-    target = ints([0] * 5, [0] * 5)
-    return [target], lambda: gate.copy(target, torch.arange(1, 6, device=DEVICE).expand(2, 5))
-
-
 KERNELS = [product, activated_product, silu_mul, add_norm, norm, add_norm_in_place, lay_out, rotate_and_store]
-KERNELS += [plan, attention, highest, enter, keep_last, take_roots, spread, slots, children, copy, copy_of_another_type]
+KERNELS += [plan, attention, highest, enter, keep_last, take_roots, spread]
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.__name__)
@@ -220,19 +196,23 @@ def test_a_kernel_behind_a_gate_writes_nothing_or_the_same_bits(case, made):
 
 
 def test_the_flag_is_read_when_a_kernel_runs_and_the_inner_gate_counts():
-    target, source = torch.zeros(3, device=DEVICE), torch.arange(1.0, 4.0, device=DEVICE)
-    own = flag(0)
+    own, source, weight = flag(0), numbers(2, 8), numbers(8)
+    target, normed = torch.zeros_like(source), torch.zeros_like(source)
+
+    def copy(stream: Tensor) -> None:
+        layer_kernels.add_norm(stream, None, weight, 1e-5, target, normed)
+
     with gate.under(own):
-        gate.copy(target, source)
+        copy(source)
         assert not target.any()
         own.fill_(1)
-        gate.copy(target, source)
+        copy(source)
         assert torch.equal(target, source)
         with gate.under(flag(0)):
-            gate.copy(target, -source)
+            copy(-source)
         assert torch.equal(target, source)
         own.zero_()
-        gate.copy(target, -source)
+        copy(-source)
     assert torch.equal(target, source) and not gate.is_set() and gate.options() == {}
 
 
@@ -310,30 +290,3 @@ def test_a_pass_of_an_eagle3_head_behind_a_gate(norm_output, few_programs, made)
     check_pass(lambda: drafter._run_root(buffers, shape), written, drafter.fast._multiply)
     drafter._run_root(buffers, shape)
     check_pass(lambda: drafter._run_expand(buffers, shape, 16), written, drafter.fast._multiply)
-
-
-HEADS: dict[str, dict[str, Any]] = {
-    "marginal": {"shifted": False},
-    "conditional": {"shifted": True, "conditional": True, "causal": (True, False)},
-}
-
-
-@pytest.mark.parametrize(("kind", "keep"), [("marginal", None), ("conditional", None), ("conditional", 1)])
-def test_a_pass_of_a_block_head_behind_a_gate(kind, keep, few_programs, made):
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-    model = tiny_model(**sizes, num_hidden_layers=6).to(DEVICE)
-    head = block_heads.make_head(model, size=3, **HEADS[kind]).to(DEVICE)
-    ours = Products(torch.device(DEVICE), always=True)
-
-    def product(states: Tensor, weight: Tensor) -> Tensor:
-        assert not gate.is_set(), "this product cannot be skipped"
-        return ours(states.flatten(0, 1), weight).unflatten(0, states.shape[:2])
-
-    head.product = product
-    drafter: Any = CapturedBlockDrafter(head, BlockTreeSettings(width=2, nodes=4, shortlist=4))
-    target = StaticTarget(model, drafter.hidden_layers)
-    state = drafter.open(target.open(1, 100))
-    buffers, shape = drafter._buffers_of(state.pool), drafter._shape_of(1, keep)
-    there = drafter._table_in(buffers, shape)
-    written = [there, buffers.keys, buffers.values]
-    check_pass(lambda: drafter._run_block(buffers, shape, 16, there), written, drafter.fast._multiply)

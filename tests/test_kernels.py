@@ -864,11 +864,10 @@ def test_children_of_slots():
     batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
     logits = torch.randn(batch, num_slots, num_parents, num_candidates)
     candidates = torch.stack([torch.randperm(50)[:7] for _ in range(6)]).view(batch, num_slots, -1)
-    shape = (batch, num_slots * num_parents, 5)
-    found = [torch.zeros(shape, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
-    block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates)), 5, *found)
-    torch.testing.assert_close(tuple(part.cpu() for part in found), tuple(block_tree.children(logits, candidates, 5)))
-    assert (found[2] >= 0).any() and (found[2][:, -num_parents:] == -1).all(), "the last slot's have no children"
+    found = block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates)), 5).to_host()
+    torch.testing.assert_close(tuple(found), tuple(block_tree.children(logits, candidates, 5)))
+    assert (found.entries >= 0).any()
+    assert (found.entries[:, -num_parents:] == -1).all(), "the last slot's have no children"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -878,9 +877,8 @@ def test_of_nan_a_token_of_the_vocabulary_is_chosen():
     tokens, _, _ = topk_kernels.highest(nan, 3)
     assert bool(((tokens >= 0) & (tokens < 1030)).all())
     candidates = torch.arange(100, 106, device=DEVICE).view(1, 2, 3)
-    found = [torch.zeros(1, 4, 2, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
-    block_kernels.children(torch.full((1, 2, 2, 3), torch.nan, device=DEVICE), candidates, 2, *found)
-    assert bool(((found[0] >= 100) & (found[0] < 106)).all())
+    found = block_kernels.children(torch.full((1, 2, 2, 3), torch.nan, device=DEVICE), candidates, 2).tokens
+    assert bool(((found >= 100) & (found < 106)).all())
 
 
 def test_slots_of_blocks():

@@ -323,6 +323,7 @@ class DeviceRounds:
                 levels=drafter.level_sizes if drafter is not None else lambda rows: (),
                 num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
                 num_passes=drafter.max_passes if drafter is not None else 0,
+                depths_of_pass=-(-drafter.max_depth // drafter.max_passes) if drafter is not None else 1,
                 sources=self._sources,
                 known=old.tables if old is not None else self._learned.new_tables(self._target.vocab_size, device),
                 device=device,
@@ -408,7 +409,7 @@ class DeviceRounds:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
             draws = (round.inputs["seeds"], round.inputs["temperatures"]) if has_draws else None
-            rows = (table_rows, lengths, context)
+            rows = (table_rows, lengths, round.roots, context)
             draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, round.made, draws)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 

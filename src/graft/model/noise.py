@@ -38,6 +38,11 @@ def noise_of_tokens(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def added(logits: Tensor, factors: Tensor, noise: Tensor) -> Tensor:
+    """logits [B, ...] times factors [B], plus noise."""
+    return torch.addcmul(noise, logits.float(), factors.view(-1, *[1] * (logits.dim() - 1)))
+
+
 @dataclass(frozen=True)
 class RowDraws:
     """What is known of a row's coming draws."""
@@ -119,7 +124,11 @@ class ComingDraws:
         _, _, factors, is_sampled = self._on(logits.device)
         if sharpness != 1.0:
             factors = torch.where(is_sampled, sharpness * factors, factors)
-        return torch.addcmul(noise, logits, factors.view(-1, *[1] * (logits.dim() - 1)))
+        return added(logits, factors, noise)
+
+    def factors(self, device: torch.device) -> Tensor:
+        """[B] 1 / T; 1 for a row of which nothing is known."""
+        return self._on(device)[2]
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Seeds, positions, 1 / temperature (1 for greedy rows) and whether the row is sampled, [B] on a device."""

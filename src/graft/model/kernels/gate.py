@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COPIED_AT_ONCE = 1024
 _OPEN: dict[str, Any] = {}
 
 _flag: ContextVar[Tensor | None] = ContextVar("graft_gate", default=None)
@@ -55,16 +54,6 @@ def options() -> dict[str, Any]:
     return _OPEN if flag is None else {"flag": flag}
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copy to a contiguous target of the same shape; behind a gate, only if it is open."""
-    if not is_set():
-        target.copy_(source)
-    elif target.data_ptr() != source.data_ptr():
-        assert target.is_contiguous() and target.shape == source.shape
-        source, size = source.to(target.dtype).contiguous(), target.numel()
-        _copy_kernel[(triton.cdiv(size, _COPIED_AT_ONCE),)](target, source, size, BLOCK=_COPIED_AT_ONCE, **options())
-
-
 @triton.jit
 def is_shut(flag: tl.tensor | None) -> tl.tensor | tl.constexpr:
     """Whether the kernel is to return now. Without a gate this is known when the kernel is compiled."""
@@ -72,13 +61,3 @@ def is_shut(flag: tl.tensor | None) -> tl.tensor | tl.constexpr:
         return False
     else:
         return tl.load(flag) == 0
-
-
-@triton.jit(do_not_specialize=["size"])
-def _copy_kernel(
-    target: tl.tensor, source: tl.tensor, size: int, BLOCK: tl.constexpr, flag: tl.tensor | None = None
-) -> None:
-    if is_shut(flag):
-        return
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + place, tl.load(source + place, mask=place < size), mask=place < size)

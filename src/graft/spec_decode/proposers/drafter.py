@@ -142,6 +142,7 @@ class DrafterOnDevice(Drafter, Protocol):
         num_passes: int,
         table_rows: Tensor,
         lengths: Tensor,
+        roots: Tensor,
         context: int,
         made: Tensor,
         draws: tuple[Tensor, Tensor] | None,
@@ -149,9 +150,10 @@ class DrafterOnDevice(Drafter, Protocol):
     ) -> None:
         """Run the passes within a graph, each only if its flag in `made` is set when it runs.
 
-        table_rows, lengths: [R] rows of the block tables, and the entries of each. draws: [R] seeds and temperatures
-        of the rows' coming draws, if drafts may know them. add_level: takes a pass's number, and tokens, parents and
-        probabilities of its nodes; it sets the flag of the next pass.
+        The first may run in any case, since the host knows its flag. table_rows, lengths, roots: [R] rows of the block
+        tables, the entries of each, and the last tokens of the texts. draws: [R] seeds and temperatures of the rows'
+        coming draws, if drafts may know them. add_level: takes a pass's number, and tokens, parents and probabilities
+        of its nodes, depth by depth; it sets the flag of the next pass.
         """
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:

@@ -1,4 +1,4 @@
-"""Drafted levels enter the pool on the device, and decide whether another draft pass is made.
+"""Drafted nodes enter the pool on the device, and decide whether another draft pass is made.
 
 A pass is made as long as the probability that one of its beams is accepted, summed over the rows, is above a threshold
 that the host set before the round: it is what another pass must bring to be worth its time.
@@ -27,9 +27,9 @@ def add_level(
     pool: Pool,
     shape: PoolShape,
     number: int,
-    tokens: Tensor,  # [R * n] int64, likeliest first
-    parents: Tensor,  # [R * n] int64, numbers in the drafted tree: 0 is the root
-    probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding
+    tokens: Tensor,  # [R * n] whole numbers: depth by depth, likeliest first
+    parents: Tensor,  # [R * n] likewise, numbers in the drafted tree: 0 is the root
+    probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding, behind the last level
     acceptance_probs: Tensor,  # [kinds * agreements, sources, buckets] float32
     factors: Tensor,  # int64, by depth
     starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
@@ -42,8 +42,12 @@ def add_level(
     arrived: Tensor,  # [1] int32, 0 before and after
     source: int,
     num_beams: int,
+    num_depths: int,
 ) -> None:
-    """Adds the level of pass `number`, if that pass was made, and decides about the next."""
+    """Adds the nodes of pass `number`, if that pass was made, and decides about the next.
+
+    num_depths: the most levels that the pass gives.
+    """
     count = shape.levels[number]
     _add_level_kernel[(shape.num_rows,)](
         pool.tokens,
@@ -73,6 +77,7 @@ def add_level(
         shape.level_start(number),
         shape.first_level,
         num_beams,
+        num_depths,
         NUMBER=number,
         COUNT=count,
         BLOCK=triton.next_power_of_2(count),
@@ -112,6 +117,7 @@ def _add_level_kernel(
     level_start: int,
     first_level: int,
     num_beams: int,
+    num_depths: int,
     NUMBER: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,21 +135,29 @@ def _add_level_kernel(
     number = tl.load(parents + row * COUNT + place, mask=inside, other=0).to(tl.int32)
     parent = tl.where(number > 0, first_level + number - 1, 0)
     first = row.to(tl.int64) * capacity
-    depth = tl.load(depths + first + parent, mask=inside, other=0) + 1
     bucket = bucket_of(q, starts, NUM_BUCKETS)
     prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, inside)
-    is_node = inside & (q > 0) & (tl.load(caps + row) > 0)
-    path = path_of(tl.load(paths + first + parent, mask=inside, other=0.0), tl.where(is_node, prob, 0.0))
+    prob = tl.where((q > 0) & (tl.load(caps + row) > 0), prob, 0.0)
     node = first + level_start + place
     tl.store(pool_tokens + node, token, mask=inside)
     tl.store(pool_parents + node, parent, mask=inside)
-    tl.store(depths + node, depth, mask=inside)
     tl.store(needs + node, NUMBER + 1, mask=inside)
     tl.store(sources + node, source, mask=inside)
     tl.store(buckets + node, bucket, mask=inside)
-    above = tl.load(keys + first + parent, mask=inside, other=0)
-    tl.store(keys + node, key_of(above, token, depth, factors, inside), mask=inside)
-    tl.store(paths + node, path, mask=inside)
+    # Parents come before their children: each time, the nodes of one more depth find theirs in the pool.
+    num_before = level_start - first_level
+    num_there = num_before
+    path = tl.zeros([BLOCK], tl.float32)
+    for _ in range(num_depths):
+        is_next = inside & (number <= num_there)
+        depth = tl.load(depths + first + parent, mask=is_next, other=0) + 1
+        path = path_of(tl.load(paths + first + parent, mask=is_next, other=0.0), prob)
+        above = tl.load(keys + first + parent, mask=is_next, other=0)
+        tl.store(depths + node, depth, mask=is_next)
+        tl.store(keys + node, key_of(above, token, depth, factors, is_next), mask=is_next)
+        tl.store(paths + node, path, mask=is_next)
+        num_there = num_before + tl.sum((is_next & (q > 0)).to(tl.int32), axis=0)
+        tl.debug_barrier()
     # Summed one by one, as the C code does.
     total = 0.0
     for beam in range(num_beams):

@@ -31,7 +31,7 @@ class PoolShape:
     num_rows: int
     copy_nodes: int  # of one text's copies below one node
     num_places: int  # drafted nodes that copies are looked up for
-    levels: tuple[int, ...]  # drafted nodes by depth
+    levels: tuple[int, ...]  # drafted nodes by draft pass: a level, or all of a tree
     num_waves: int  # of lookups in the tables
     beam: int  # nodes looked up in a wave
 

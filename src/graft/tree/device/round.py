@@ -156,15 +156,16 @@ class DeviceRound:
         num_table_rows: int,
         context: int,
         past_tokens: int,
-        levels: Callable[[int], tuple[int, ...]],  # by number of rows: drafted nodes by depth
+        levels: Callable[[int], tuple[int, ...]],  # by number of rows: drafted nodes by pass
         num_beams: Callable[[int], int],
         num_passes: int,
+        depths_of_pass: int,  # the most levels that a pass gives
         sources: Sources,
         known: tables.Tables | None,
         device: torch.device,
     ) -> None:
         self.max_rows, self.sources, self.num_passes, self.device = max_rows, sources, num_passes, device
-        self._levels, self._num_beams = levels, num_beams
+        self._levels, self._num_beams, self._depths_of_pass = levels, num_beams, depths_of_pass
         self.texts = copies.Texts(num_table_rows, context, past_tokens, device)
         self.tables = known
         self.num_inputs, self.inputs_in = packed(inputs_layout(max_rows, num_passes, sources))
@@ -200,6 +201,11 @@ class DeviceRound:
         """[passes + 1] int32: whether each draft pass is made; a pass is to run under its own."""
         return self.found["made"]
 
+    @property
+    def roots(self) -> Tensor:
+        """[R] int32: the last token of each row's text, from the beginning of `propose` on."""
+        return self.pool.tokens[:, 0]
+
     # Before the step
 
     def propose(
@@ -210,7 +216,7 @@ class DeviceRound:
         max_context: int,
         draft: Callable[[AddLevel], None] | None,
     ) -> None:
-        """Write the step to verify. draft: makes all passes, each under its flag, and adds their levels."""
+        """Write the step to verify. draft: makes all passes, each under its flag, and adds their nodes."""
         inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
         pool_shape = shape.pool(self._levels(rows))
@@ -257,6 +263,7 @@ class DeviceRound:
             *(self._reach, found["reaches"], found["made"], self._arrived),
             drafted,
             self._num_beams(shape.num_rows),
+            self._depths_of_pass,
         )
 
     def _copy(self, shape: PoolShape, places: Tensor, first: int, max_context: int) -> None:

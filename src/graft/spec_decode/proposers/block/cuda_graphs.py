@@ -1,11 +1,11 @@
-"""Block drafter by CUDA graphs: one graph runs the block and makes the table from which the host builds the trees.
+"""Block drafter by CUDA graphs: one graph runs the block, makes its table and grows the trees, all on the device.
 
 `captured` does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep
 from graft.model.captures import ROWS, padded
-from graft.model.kernels import gate
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout, bidirectional_columns
@@ -25,25 +24,30 @@ from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.block.tree import Ranking, Table
+from graft.spec_decode.proposers.block.tree import Noise, Ranking
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
+from graft.tree.device import best_first
+from graft.tree.device import noise as noise_kernels
+from graft.tree.device.best_first import Trees
 
 
 class Shape(NamedTuple):
-    """Shape of a round's tables."""
+    """Shape of a round's trees."""
 
     rows: int  # with padding
-    is_chain: bool  # else tables for trees
+    nodes: int  # of a row
+    is_chain: bool
 
 
 class BlockBuffers(DraftBuffers):
-    """Static tensors, with those of blocks and tables."""
+    """Static tensors, with those of blocks and trees."""
 
-    def __init__(self, fast: FastBlock, pool: PagePool, store: KVStore, number: int) -> None:
+    def __init__(self, fast: FastBlock, num_nodes: int, pool: PagePool, store: KVStore, number: int) -> None:
+        """num_nodes: the most of a tree."""
         super().__init__(pool, store, fast.rotary(pool.tables.shape[1] * PAGE), number, num_passes=1)
         self.width = fast.config.block_size
         rows = torch.arange(self.max_rows, dtype=torch.int32, device=pool.device)
@@ -53,7 +57,7 @@ class BlockBuffers(DraftBuffers):
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._two_ways = bidirectional_columns(self.width, self.max_rows, fast.tile, pool.device)
         self._fits_tile = self.width <= fast.tile
-        self._tables: dict[Shape, Tensor] = {}
+        self._trees = torch.zeros(5 * self.max_rows * num_nodes, dtype=torch.int32, device=pool.device)
 
     def layout(self, rows: int, context: int) -> Layout:
         """Layout of causal slots after the entries of their rows."""
@@ -77,11 +81,9 @@ class BlockBuffers(DraftBuffers):
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
         return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
-    def table(self, shape: Shape, size: tuple[int, int]) -> Tensor:
-        """The buffer for tables, [3, rows, *size] int32."""
-        if shape not in self._tables:
-            self._tables[shape] = torch.zeros(3, shape.rows, *size, dtype=torch.int32, device=self._places.device)
-        return self._tables[shape]
+    def trees(self, shape: Shape) -> Trees:
+        """The trees of a round, on the device."""
+        return Trees(self._trees[: 5 * shape.rows * shape.nodes].view(5, shape.rows, shape.nodes))
 
 
 class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter):
@@ -91,7 +93,6 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         """head: one for which `fused_head.why_not` is None."""
         super().__init__(head, settings)
         self.fast = FastBlock(head)
-        self._table_sizes: dict[bool, tuple[int, int]] = {}  # by `Shape.is_chain`
 
     def passes(
         self,
@@ -106,61 +107,74 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         shape = self._shape_of(len(state.rows), keep)
         with self._captures.lock, state.pool.lock:
             buffers = self._make_pass(state, roots, shape, 0)
-            numbers = self._table_in(buffers, shape).to("cpu", copy=True)  # waits for the device
-        table = Table(*(part[: len(state.rows)] for part in _as_table(numbers)))
-        yield self._levels(table, shape.is_chain)
-
-    def _table_in(self, buffers: BlockBuffers, shape: Shape) -> Tensor:
-        """Where a pass leaves its table."""
-        if shape.is_chain not in self._table_sizes:  # sizes are found by making a table of zeros
-            config, weight = self.head.config, self.head.fc.weight
-            hidden, roots = weight.new_zeros(1, config.num_drafts, config.hidden_size), self.head.d2t.new_zeros(1)
-            with torch.no_grad():
-                tokens = table_of(self.head, hidden, roots, self.settings, shape.is_chain).tokens
-            self._table_sizes[shape.is_chain] = tokens.shape[1], tokens.shape[2]
-        return buffers.table(shape, self._table_sizes[shape.is_chain])
+            trees = Trees(buffers.trees(shape).numbers.to("cpu", copy=True))  # waits for the device
+        yield trees.levels(len(state.rows))
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
-        return BlockBuffers(self.fast, pool, store, number)
+        return BlockBuffers(self.fast, max(map(self._num_drafted, (False, True))), pool, store, number)
 
     def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
-        return Shape(padded(num_rows, ROWS), keep == 1)
+        is_chain = keep == 1
+        return Shape(padded(num_rows, ROWS), self._num_drafted(is_chain), is_chain)
+
+    # Rounds on the device
+
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        return (self.settings.nodes,)
+
+    def beams_of(self, num_rows: int) -> int:
+        return self.num_beams
+
+    def run_passes(
+        self,
+        pool: PagePool,
+        num_rows: int,
+        num_passes: int,
+        table_rows: Tensor,
+        lengths: Tensor,
+        roots: Tensor,
+        context: int,
+        made: Tensor,
+        draws: tuple[Tensor, Tensor] | None,
+        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
+    ) -> None:
+        buffers, shape = self._buffers[pool], self._shape_of(num_rows, None)
+        by_row = buffers.round.by_row(num_rows)
+        for part, given in zip(
+            (by_row.table_rows, by_row.lengths, by_row.roots), (table_rows, lengths, roots), strict=True
+        ):
+            part[:num_rows].copy_(given[:num_rows])
+        noise = self._noise(*(part[:num_rows] for part in (*draws, lengths))) if draws is not None else None
+        self._run_block(buffers, shape, context, noise)
+        trees = buffers.trees(shape)
+        add_level(0, *(part.flatten() for part in (trees.tokens, trees.parents, trees.probabilities)))
+
+    def _noise(self, seeds: Tensor, temperatures: Tensor, lengths: Tensor) -> Noise:
+        """The noise of the rows' coming draws, by slot. Each argument [R]."""
+        d2t, num_slots = self.head.d2t, self.head.config.num_drafts
+        positions = lengths[:, None] + torch.arange(1, num_slots + 1, device=d2t.device)
+        seeds, warmth = (part[:, None].expand_as(positions).flatten() for part in (seeds, temperatures))
+        noise = torch.empty(positions.numel(), len(d2t), device=d2t.device)
+        noise_kernels.draft_noise(seeds, positions.flatten(), warmth, 1, d2t, noise)
+        factors = torch.where(temperatures > 0, 1 / temperatures.clamp(min=1e-6), 1.0)
+        return Noise(noise.view(*positions.shape, -1), factors)
 
     # Graphs
 
     def _replay_pass(self, buffers: BlockBuffers, shape: Shape, number: int, context: int) -> None:
-        there = self._table_in(buffers, shape)
-        self._replay(buffers, ("block", shape, context), partial(self._run_block, buffers, shape, context, there))
+        self._replay(buffers, ("block", shape, context), partial(self._run_block, buffers, shape, context))
 
     def _enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
         self.fast.enter(features, layout, buffers.keys, buffers.values, buffers.rotary)
 
     @torch.no_grad()
-    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int, there: Tensor) -> None:
+    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int, noise: Noise | None = None) -> None:
         rows = shape.rows
         roots = buffers.round.by_row(rows).roots[:rows]
         layout = buffers.layout(rows, context)
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
         seen = [causal if is_causal else two_ways for is_causal in self.head.config.causal]
         hidden = self.fast.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
-        table = _as_table(there)
-
-        def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
-            block_kernels.children(logits, candidates, k, *table)
-            return table
-
-        ranking = Ranking(_highest, children)
-        made = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking)
-        for part, own in zip(table, made, strict=True):
-            gate.copy(part, own)  # no copy if it was made in place
-
-
-def _highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`topk.highest`, with ids that PyTorch can use as indices even if a shut gate leaves them unwritten."""
-    ids, best, total = topk_kernels.highest(logits, k)
-    return ids.clamp(0, logits.shape[1] - 1) if gate.is_set() else ids, best, total
-
-
-def _as_table(numbers: Tensor) -> Table:
-    """View tables [3, rows, entries, tokens] int32, whose probabilities are float32 bits."""
-    return Table(numbers[0], numbers[1].view(torch.float32), numbers[2])
+        ranking = Ranking(topk_kernels.highest, block_kernels.children)
+        table = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking, noise)
+        best_first.grow(*table, self.max_depth, buffers.trees(shape))

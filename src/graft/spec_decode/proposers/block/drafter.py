@@ -19,6 +19,7 @@ from graft.settings import Settings, check_size
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
     PLAIN,
+    Noise,
     Ranking,
     Table,
     chain_table,
@@ -58,15 +59,15 @@ def table_of(
     settings: BlockTreeSettings,
     is_chain: bool = False,
     ranking: Ranking = PLAIN,
-    draws: ComingDraws | None = None,
+    noise: Noise | None = None,
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] after roots [B]."""
     if is_chain:
-        return chain_table(head, hidden, roots, settings.shortlist, ranking, draws)
+        return chain_table(head, hidden, roots, settings.shortlist, ranking, noise)
     if head.config.has_conditionals:
         shape = (settings.width, settings.children, settings.shortlist)
-        return conditional_table(head, hidden, roots, *shape, ranking, draws)
-    return marginal_table(head, hidden, settings.nodes, ranking, draws)
+        return conditional_table(head, hidden, roots, *shape, ranking, noise)
+    return marginal_table(head, hidden, settings.nodes, ranking, noise)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):
@@ -109,12 +110,13 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
         hidden = self._block(state, roots)
-        table = table_of(self.head, hidden, roots, self.settings, keep == 1, draws=draws)
-        yield self._levels(table.to_host(), keep == 1)
+        noise = Noise.of(draws, self.head) if draws is not None else None
+        table = table_of(self.head, hidden, roots, self.settings, keep == 1, noise=noise)
+        yield levels_of(table.to_host(), self.max_depth, self._num_drafted(keep == 1))
 
-    def _levels(self, table: Table, is_chain: bool) -> list[Level]:
-        """The levels of trees, or of chains, from a table on the host."""
-        return levels_of(table, self.max_depth, self.max_depth if is_chain else self.settings.nodes)
+    def _num_drafted(self, is_chain: bool) -> int:
+        """Nodes of a drafted tree."""
+        return self.max_depth if is_chain else self.settings.nodes
 
     def _new_row(self, row: Row) -> DraftRow:
         return DraftRow(row, row.length)

@@ -7,7 +7,6 @@ views of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
-from graft.model.kernels import gate
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.layout import Layout
 from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, fused_layer
 from graft.spec_decode.proposers import capturable
 from graft.spec_decode.proposers.block import kernels as block_kernels
-from graft.spec_decode.proposers.block.head import BlockHead, Product
+from graft.spec_decode.proposers.block.head import BlockHead
 
 
 class FastBlock:
@@ -44,7 +42,6 @@ class FastBlock:
         self._qkv = fuse_parameters(projections).unflatten(0, (len(layers), -1))
         self._num_queries = config.num_attention_heads * config.head_dim
         self._multiply = Products(self._embedding.device)
-        head.product = partial(_product, head.product, self._multiply)
         own_layers = [_layer(layer, self._qkv[n], config.windows[n]) for n, layer in enumerate(layers)]
         norms = [layer.head_norms for layer in own_layers if layer.head_norms is not None]
         by_layer = [torch.stack(weights) for weights in list(zip(*norms, strict=True))[:2]]
@@ -94,13 +91,6 @@ def why_not(head: BlockHead) -> str | None:
     if any(window and not causal for causal, window in zip(config.causal, config.windows, strict=True)):
         return "it has a window of attention without being causal"
     return capturable.why_not(head)
-
-
-def _product(usual: Product, behind_gate: Products, states: Tensor, weight: Tensor) -> Tensor:
-    """The product with the lm_head. The usual one has no gate."""
-    if not gate.is_set():
-        return usual(states, weight)
-    return behind_gate(states.flatten(0, -2), weight).unflatten(0, states.shape[:-1])
 
 
 def _layer(layer: Any, qkv: Tensor, window: int | None) -> Layer:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.kernels import gate
-from graft.model.kernels.gate import is_shut
+from graft.spec_decode.proposers.block.tree import Table
 
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
@@ -24,35 +24,27 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
         SIZE=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
-        **gate.options(),
     )
     return out
 
 
-def children(
-    logits: Tensor,  # [B, K, P, S]
-    candidates: Tensor,  # [B, K, S] int64
-    k: int,
-    tokens: Tensor,  # [B, K * P, k] int32, written
-    probabilities: Tensor,  # [B, K * P, k] float32, written
-    entries: Tensor,  # [B, K * P, k] int32, written
-) -> None:
+def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
     """`block.tree.children` as a kernel. Of equal candidates the first comes first."""
     batch, num_slots, num_parents, num_candidates = logits.shape
+    tokens = logits.new_empty(batch, num_slots * num_parents, k, dtype=torch.int32)
+    table = Table(tokens, torch.empty_like(tokens, dtype=torch.float32), torch.empty_like(tokens))
     _children_kernel[(batch * num_slots * num_parents,)](
         logits.contiguous(),
         candidates.contiguous(),
-        tokens,
-        probabilities,
-        entries,
+        *table,
         num_slots,
         num_parents,
         num_candidates,
         K=k,
         BLOCK=triton.next_power_of_2(num_candidates),
         num_warps=1,
-        **gate.options(),
     )
+    return table
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -64,11 +56,8 @@ def _slots_kernel(
     width: int,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one slot."""
-    if is_shut(flag):
-        return
     slot = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -91,11 +80,8 @@ def _children_kernel(
     num_candidates: int,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    flag: tl.tensor | None = None,
 ) -> None:
     """A program is one slot after one token before it."""
-    if is_shut(flag):
-        return
     entry = tl.program_id(0)
     slot = entry // num_parents  # counted over all rows
     following = slot % num_slots + 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.model.noise import ComingDraws
+from graft.model.noise import ComingDraws, added
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.tree.candidates import Level
 from graft.tree.native import native, plain
@@ -26,6 +26,20 @@ class Table(NamedTuple):
 
     def to_host(self) -> Table:
         return Table(*(part.cpu() for part in self))
+
+
+class Noise(NamedTuple):
+    """What is known of coming draws. The softmax of logits / T + noise is the probability that a token is drawn."""
+
+    of_slots: Tensor  # [B, K, draft vocabulary] float32; 0 in a greedy row
+    factors: Tensor  # [B] 1 / T; 1 in a greedy row
+
+    @classmethod
+    def of(cls, draws: ComingDraws, head: BlockHead) -> Noise:
+        """Slot i gives the token of depth i + 1."""
+        tokens = head.target_ids
+        depths = range(1, head.config.num_drafts + 1)
+        return cls(draws.noise(tokens, depths, tokens.device), draws.factors(tokens.device))
 
 
 class Ranking(NamedTuple):
@@ -61,10 +75,10 @@ PLAIN = Ranking(highest, children)
 
 
 def marginal_table(
-    head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN, draws: ComingDraws | None = None
+    head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN, noise: Noise | None = None
 ) -> Table:
     """One entry a slot: its `width` likeliest tokens, independent of the token before. hidden: [B, K, H]."""
-    ids, best, total = _highest(head, hidden, width, ranking, draws)
+    ids, best, total = _highest(head, hidden, width, ranking, noise)
     return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
 
 
@@ -74,7 +88,7 @@ def chain_table(
     roots: Tensor,
     shortlist: int,
     ranking: Ranking = PLAIN,
-    draws: ComingDraws | None = None,
+    noise: Noise | None = None,
 ) -> Table:
     """One entry a slot: its likeliest token after that of the slot before. hidden: [B, K, H]. roots: [B].
 
@@ -82,16 +96,15 @@ def chain_table(
     from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
     """
     if not head.config.has_conditionals:
-        return marginal_table(head, hidden, 1, ranking, draws)
-    ids, _, _ = _highest(head, hidden, shortlist, ranking, draws)  # [B, K, S]
+        return marginal_table(head, hidden, 1, ranking, noise)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking, noise)  # [B, K, S]
     chain, probabilities = [roots], []
     for slot in range(hidden.shape[1]):
         first = 0 if head.config.markov == "rnn" else slot  # a recurrent head needs all slots before
         parents, slots = torch.stack(chain[first:], dim=1)[..., None], slice(first, slot + 1)
         logits = head.conditionals(hidden[:, slots], parents, ids[:, slots])[:, -1, 0]  # [B, S]
-        if draws is not None:
-            noise = draws.noise(head.to_target(ids[:, slot : slot + 1]), [slot + 1], logits.device)
-            logits = draws.added(logits.float(), noise[:, 0])
+        if noise is not None:
+            logits = added(logits, noise.factors, noise.of_slots[:, slot].gather(1, ids[:, slot]))
         places, best, total = ranking.highest(logits, 1)
         chain.append(head.to_target(ids[:, slot].gather(1, places.long())[:, 0]))
         probabilities.append((best[:, 0] - total).exp())
@@ -106,33 +119,31 @@ def conditional_table(
     children: int,
     shortlist: int,
     ranking: Ranking = PLAIN,
-    draws: ComingDraws | None = None,
+    noise: Noise | None = None,
 ) -> Table:
     """An entry for each of the `width` likeliest tokens of a slot: the likeliest `children` of the next slot.
 
     hidden: [B, K, H]. roots: [B]. Children come from a slot's `shortlist` likeliest tokens by its marginals, over which
     probabilities are normalised: other logits are not computed.
     """
-    ids, _, _ = _highest(head, hidden, shortlist, ranking, draws)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking, noise)
     candidates = head.to_target(ids)  # [B, K, S]
     num_candidates = candidates.shape[-1]
     after_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
     parents = torch.cat([after_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
-    if draws is not None:
-        noise = draws.noise(candidates, range(1, hidden.shape[1] + 1), logits.device)
-        logits = draws.added(logits.float(), noise[:, :, None])
+    if noise is not None:
+        logits = added(logits, noise.factors, noise.of_slots.gather(2, ids)[:, :, None])
     return ranking.children(logits, candidates, min(children, num_candidates))
 
 
 def _highest(
-    head: BlockHead, hidden: Tensor, k: int, ranking: Ranking, draws: ComingDraws | None
+    head: BlockHead, hidden: Tensor, k: int, ranking: Ranking, noise: Noise | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k marginals of slots with hidden states [B, K, H]: draft ids, logits [B, K, k] and the logsumexp [B, K]."""
     logits = head.marginals(hidden)  # [B, K, vocab]
-    if draws is not None:  # slot i gives the token of depth i + 1
-        noise = draws.noise(head.target_ids, range(1, hidden.shape[1] + 1), logits.device)
-        logits = draws.added(logits.float(), noise)
+    if noise is not None:
+        logits = added(logits, noise.factors, noise.of_slots)
     ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
     shape = hidden.shape[:2]
     return ids.long().unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)

@@ -143,6 +143,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         num_passes: int,
         table_rows: Tensor,
         lengths: Tensor,
+        roots: Tensor,
         context: int,
         made: Tensor,
         draws: tuple[Tensor, Tensor] | None,
