@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from graft.spec_decode.budget import PassGains
+from graft.spec_decode.budget import PassGainsByKind
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.controller import Controller, Outcome
 from graft.spec_decode.cost_model import StepCost
@@ -25,7 +25,7 @@ def controller(path_probs):
     step = StepCost(SIZES)
     seconds = torch.tensor([SECONDS[size] / 1000 for size in SIZES]).double()
     step.restore({"step_sizes": torch.tensor(SIZES), "step_seconds": seconds})
-    one = Controller(step, 0, Calibration([torch.full((4,), 0.5)]), PathCalibration(), PassGains(0), None, padded)
+    one = Controller(step, 0, Calibration([torch.full((4,), 0.5)]), PathCalibration(), PassGainsByKind(0), None, padded)
     paths = np.tile(np.array(path_probs, dtype=np.float32), (ROWS, 1))
     nothing = np.zeros(one.calibration.acceptance_probs.shape, dtype=np.int32)
     one.learn(
@@ -64,7 +64,7 @@ USELESS = [0.01] * 31
 @pytest.mark.parametrize("path_probs", [GOOD, POOR, USELESS])
 def test_without_prompts_the_round_with_the_most_tokens_per_second_is_chosen(path_probs):
     best = max(SIZES, key=lambda size: tokens_of(size, path_probs) / SECONDS[size])
-    plan = controller(path_probs).plan(ROWS, ROWS, SIZES[1:], 0)
+    plan = controller(path_probs).plan([0] * ROWS, ROWS, SIZES[1:], 0)
     assert plan.tokens == best
     assert best == {id(GOOD): 256, id(POOR): 64, id(USELESS): 16}[id(path_probs)]
 
@@ -74,13 +74,13 @@ def test_beside_a_prompt_a_tree_must_bring_more_than_its_time_elsewhere(num_pref
     rate = max(tokens_of(size, GOOD) / SECONDS[size] for size in SIZES)
     sizes = [size for size in SIZES if size + num_prefill <= 512]
     net = {size: tokens_of(size, GOOD) - rate * SECONDS[padded(size + num_prefill)] for size in sizes}
-    plan = controller(GOOD).plan(ROWS, ROWS, sizes[1:], num_prefill)
+    plan = controller(GOOD).plan([0] * ROWS, ROWS, sizes[1:], num_prefill)
     assert net[plan.tokens] > max(net.values()) - 3  # gains are interpolated
 
 
 def test_trees_that_do_not_pay_are_tried_again_for_one_percent_of_the_time():
     one = controller(USELESS)
-    sizes = [one.plan(ROWS, ROWS, SIZES[4:], 0).tokens for _ in range(300)]
+    sizes = [one.plan([0] * ROWS, ROWS, SIZES[4:], 0).tokens for _ in range(300)]
     tries = [size for size in sizes if size > ROWS]
     lost = sum(SECONDS[size] - SECONDS[ROWS] * tokens_of(size, USELESS) / ROWS for size in tries)
     assert tries and lost <= 0.011 * SECONDS[ROWS] * len(sizes)

@@ -127,6 +127,15 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
     assert torch.equal(engine.policy.state()["adjacency/rows"], profile.state["adjacency/rows"])
 
 
+def test_a_profile_knows_rows_of_the_temperatures_that_it_was_tuned_at():
+    learned = []
+    for temperatures in ([0.0], [0.0, 1.0], [0.4, 0.7]):
+        profile = tune(engine_for(head=0), PROMPTS[:1], max_new_tokens=12, portable=True, temperatures=temperatures)
+        counts = profile.state["calibration/drafted"][0].view(4, -1)  # observations, by kind of row
+        learned.append((counts != 16.0).any(dim=1).tolist())  # 16 is the weight of the prior
+    assert learned == [[True, False, False, False], [True, False, False, True], [False, True, True, False]]
+
+
 def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch):
     monkeypatch.setattr("graft.tuning.tuning.MAX_ROWS", 2)
     engine = engine_for()

@@ -21,6 +21,10 @@ def tune(
     limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(help="Answer each prompt at this temperature; repeatable. [dim]\\[default: 0][/]"),
+    ] = None,
     portable: Annotated[
         bool, typer.Option("--portable", help="Make a small profile without measured times, for any machine.")
     ] = False,
@@ -42,12 +46,16 @@ def tune(
     from graft.bench.tasks import questions, read_tasks
     from graft.hub.drafters import NAMED
     from graft.loading import load, packaged_head
+    from graft.model.sampler import SamplingSettings
     from graft.tuning.drafters import full_name, measure, remember, split_prompts
     from graft.tuning.profile import profile_path
     from graft.tuning.tuning import tune as learn
 
     require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
+    temperatures = temperature or [0.0]
+    for value in temperatures:
+        SamplingSettings(temperature=value)  # checks it
     if out is not None:
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
@@ -66,7 +74,7 @@ def tune(
         engine = load(before.model, tokenizer=engine.tokenizer, draft=draft, profile=None)
         engine.target.progress = before.progress
     with ProgressBars() as progress:
-        profile = learn(engine, lessons, max_new_tokens, portable, progress.show)
+        profile = learn(engine, lessons, max_new_tokens, portable, progress.show, temperatures)
         result = measure(engine, full_name(draft), trials, max_new_tokens, progress.show) if trials else None
     path = out or profile_path(profile.about)
     try:

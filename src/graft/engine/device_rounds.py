@@ -288,7 +288,8 @@ class DeviceRounds:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
-        return self.controller.plan(num_rows, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
+        kinds = _kinds_of(batch.sequences)
+        return self.controller.plan(kinds, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees, prompts not counted."""
@@ -577,7 +578,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
-                kinds=[RowDraws(0, 0, sequence.settings.temperature).kind for sequence in flight.sequences],
+                kinds=_kinds_of(flight.sequences),
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
@@ -585,6 +586,11 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
+
+
+def _kinds_of(sequences: Sequence[TokenSequence]) -> list[int]:
+    """By row, the kind of its calibration."""
+    return [RowDraws(0, 0, sequence.settings.temperature).kind for sequence in sequences]
 
 
 def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:

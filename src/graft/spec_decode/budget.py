@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.spec_decode.cost_model import CLIP, OPTIMISM, WEIGHT, SecondsByRows, StepCost, row_class
 
 _WASTE = 0.01  # share of the time that proposing in vain may cost
@@ -94,6 +95,47 @@ def _filled(values: Tensor | None, count: int, missing: float) -> list[float]:
     return (known + [missing] * count)[:count]
 
 
+class PassGainsByKind:
+    """Gains of draft passes by kind of row (`RowDraws.kind`) and number of rows.
+
+    Drafts of sampled rows are accepted less often than those of greedy rows. The more rows, the fewer beams and nodes
+    each of them gets. A round with rows of several kinds counts as one of its commonest kind.
+    """
+
+    def __init__(self, num_passes: int) -> None:
+        self._of_one_row = [PassGains(num_passes) for _ in range(NUM_KINDS)]
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was learned of several rows."""
+        self._known = {(kind, 0): gains for kind, gains in enumerate(self._of_one_row)}  # by kind and `row_class`
+
+    def of(self, num_rows: int, kinds: Sequence[int] | None = None) -> PassGains:
+        """The gains of a round. kinds: by row; None: all are greedy."""
+        kind, rows = commonest(kinds), row_class(num_rows)
+        if (kind, rows) not in self._known:
+            nearest = min((other for its, other in self._known if its == kind), key=lambda other: abs(other - rows))
+            self._known[kind, rows] = self._known[kind, nearest].as_prior()
+        return self._known[kind, rows]
+
+    def state(self) -> dict[str, Tensor]:
+        """Gains and fadings of one row, [kinds, passes] each."""
+        states = [gains.state() for gains in self._of_one_row]
+        return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore from `state`. One without kinds is of greedy rows, and the best guess for all others."""
+        for kind, gains in enumerate(self._of_one_row):
+            own = {name: value if value.dim() == 1 else value[kind] for name, value in state.items()}
+            gains.restore(own)
+        self.restart()
+
+
+def commonest(kinds: Sequence[int] | None) -> int:
+    """The kind of most rows, of equally many the lowest. None: all rows are greedy."""
+    return max(range(NUM_KINDS), key=lambda kind: kinds.count(kind)) if kinds else NOT_SAMPLED
+
+
 class Budget:
     """Chooses the number of nodes of each round, and which rounds propose nothing.
 
@@ -109,13 +151,13 @@ class Budget:
         self.drafting = SecondsByRows()  # of a draft pass
         self.host, self.plain_host = SecondsByRows(), SecondsByRows()  # of the host, in rounds with proposals and plain
         self.max_passes = num_passes
-        self.passes = PassGains(num_passes)  # of one row
+        self.passes = PassGainsByKind(num_passes)
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
     def restart(self, is_calibrated: bool = False) -> None:
         """Forget how rounds went, but not what anything costs. is_calibrated: acceptance was learned before."""
-        self._passes = {0: self.passes}  # by `row_class`
+        self.passes.restart()
         self._tokens = self._time = 1.0  # running means of a row's round: its tokens, and its time in plain rounds
         # Fading sums over verified nodes. Retrieval alone, without calibration, is expected to disappoint at first.
         is_unknown = not (is_calibrated or self.max_passes)
@@ -147,14 +189,6 @@ class Budget:
     def rate(self, num_rows: int) -> float:
         """Tokens per second, lately; at least those of plain decoding."""
         return num_rows * max(self._tokens / self._time, 1.0) / self.plain_seconds(num_rows)
-
-    def passes_of(self, num_rows: int) -> PassGains:
-        """Gains of draft passes by number of rows: the more rows, the fewer beams and nodes each of them gets."""
-        own = row_class(num_rows)
-        if own not in self._passes:
-            nearest = min(self._passes, key=lambda other: abs(other - own))
-            self._passes[own] = self._passes[nearest].as_prior()
-        return self._passes[own]
 
     # What a round should do
 
@@ -208,13 +242,14 @@ class Budget:
         rate = self.rate(sizes[0].num_rows)
         return max(sizes, key=lambda size: size.net_tokens(rate))
 
-    def num_passes(self, num_rows: int, num_done: int, reach: float) -> int:
+    def num_passes(self, num_rows: int, num_done: int, reach: float, kinds: Sequence[int] | None = None) -> int:
         """The number of further draft passes with the most expected tokens minus time x tokens per second.
 
-        num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows.
+        num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows. kinds: by row; None:
+        all are greedy.
         """
         rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
-        gains = self.passes_of(num_rows).of_further(num_done, reach)
+        gains = self.passes.of(num_rows, kinds).of_further(num_done, reach)
         for count, gain in enumerate(gains, start=1):
             net_tokens = self._acceptance_ratio * gain - rate * count * own
             if net_tokens > most:
@@ -222,10 +257,6 @@ class Budget:
         return best
 
     # Learning from rounds
-
-    def observe_no_pass(self, num_rows: int) -> None:
-        """Learn from a round that proposed without a draft pass: passes are not given up for ever."""
-        self.passes_of(num_rows).observe_none()
 
     def observe(
         self,

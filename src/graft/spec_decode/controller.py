@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from graft.model.noise import NUM_KINDS
-from graft.spec_decode.budget import PassGains
+from graft.spec_decode.budget import PassGains, PassGainsByKind
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
@@ -90,7 +90,7 @@ class Controller:
         num_passes: int,
         calibration: Calibration,
         path_calibration: PathCalibration,
-        passes: PassGains,
+        passes: PassGainsByKind,
         fixed: int | None,
         padded: Callable[[int], int] = int,
     ) -> None:
@@ -106,21 +106,23 @@ class Controller:
 
     # The next round
 
-    def plan(self, num_rows: int, padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
+    def plan(self, kinds: Sequence[int], padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
         """Choose the round with the most expected tokens minus time x tokens per second.
 
         A second is worth the tokens of the best round without prompts: prompts have to be read anyway, and a token that
         comes while one is read shortens the rounds after it.
 
-        sizes: of captured steps with trees, rising; `padded_rows` is that of a plain one.
+        kinds: by row, see `RowDraws.kind`. sizes: of captured steps with trees, rising; `padded_rows` is that of a
+        plain one.
         """
+        num_rows = len(kinds)
         plain = Plan(padded_rows, 0, [0.0] * (self.num_passes + 2))
         if not sizes:
             return plain
         if self.fixed is not None:
             most = num_rows * (1 + self.fixed)
             size = next((size for size in sizes if size >= most), sizes[-1])
-            return self._with_thresholds(size, num_rows, 0.0)
+            return self._with_thresholds(size, kinds, 0.0)
         if not self.step.is_known:
             return plain
         plain_seconds = self._seconds(num_rows, padded_rows, num_prefill_tokens)
@@ -128,7 +130,7 @@ class Controller:
         if not self._gains:
             limit = _TRY * self._step_seconds(padded_rows + num_prefill_tokens)
             cheap = [size for size in sizes if self._step_seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
-            return self._with_thresholds(cheap[-1], num_rows, rate)
+            return self._with_thresholds(cheap[-1], kinds, rate)
         tokens = [
             num_rows + self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows) for size in sizes
         ]
@@ -142,15 +144,16 @@ class Controller:
             self._since_trees += 1
             if loss > _WASTE * self._since_trees * num_rows:
                 return plain
-        return self._with_thresholds(size, num_rows, rate)
+        return self._with_thresholds(size, kinds, rate)
 
-    def _with_thresholds(self, size: int, num_rows: int, rate: float) -> Plan:
+    def _with_thresholds(self, size: int, kinds: Sequence[int], rate: float) -> Plan:
         """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
+        num_rows, gains = len(kinds), self._passes_of(kinds)
         self._since_trees = 0
         _, own = self._proposing(num_rows)
         thresholds = []
         for number in range(self.num_passes):
-            further = self.passes.of_further(number, 1.0)
+            further = gains.of_further(number, 1.0)
             needed = [rate * count * own / max(self._ratio * gain, 1e-9) for count, gain in enumerate(further, 1)]
             thresholds.append(min(needed))
         limit = 0
@@ -180,6 +183,10 @@ class Controller:
         own = row_class(num_rows)
         curve = self._gains[min(self._gains, key=lambda other: abs(other - own))]
         return float(np.interp(num_nodes, _NODES, curve))
+
+    def _passes_of(self, kinds: Sequence[int]) -> PassGains:
+        """Gains of draft passes in rounds with rows of these kinds, however many."""
+        return self.passes.of(1, kinds)
 
     @property
     def pass_limits(self) -> list[int]:
@@ -225,14 +232,14 @@ class Controller:
     def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
         """Learn what each pass brought: the expected tokens of the verified nodes that needed it."""
         if not outcome.num_passes:
-            self.passes.observe_none()
+            self._passes_of(outcome.kinds).observe_none()
             return
         width = outcome.needs.shape[1] - 1
         is_verified = np.arange(width) < outcome.num_nodes[:, None]
         weights = np.where(is_verified, expected[:, :width], 0.0)
         by_need = np.bincount(outcome.needs[:, 1:].ravel(), weights.ravel(), minlength=outcome.num_passes + 1)
         values = np.cumsum(by_need)[: outcome.num_passes + 1]
-        self.passes.observe(outcome.reaches, values.tolist())
+        self._passes_of(outcome.kinds).observe(outcome.reaches, values.tolist())
 
     def _learn_acceptance(self, outcome: Outcome, expected: np.ndarray) -> None:
         is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]

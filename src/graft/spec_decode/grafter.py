@@ -23,7 +23,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from graft.model.noise import ComingDraws
+from graft.model.noise import NOT_SAMPLED, ComingDraws
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, TreeSize
@@ -67,7 +67,7 @@ class Round:
     size: TreeSize | None = None
     tree: DraftTree | None = None
     paths: Tensor | None = None  # [B, W] path probabilities of the tree's nodes
-    kinds: list[int] | None = None  # of rows, see `ComingDraws`; None: all are greedy
+    kinds: list[int] = field(default_factory=list)  # of rows, see `ComingDraws`
 
 
 class Grafter:
@@ -123,19 +123,19 @@ class Grafter:
         candidates.merge(DRAFTED, self.calibration.acceptance_probs)
         return candidates.ranked(total, caps, self._path_ratios)
 
-    def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, num_done: int, reach: list[float], going: list[bool], kinds: list[int]) -> list[bool]:
         """By row: whether further draft passes are expected to pay.
 
-        num_done: passes so far. reach: by row, the probability that one of its beams is accepted.
+        num_done: passes so far. reach: by row, the probability that one of its beams is accepted. kinds: of rows.
         """
         num_rows = len(going)
         if self.adapts:  # rows share the budget and wait for each other's passes
-            pays = self.budget.num_passes(num_rows, num_done, sum(compress(reach, going))) > 0
+            pays = self.budget.num_passes(num_rows, num_done, sum(compress(reach, going)), kinds) > 0
             return going if pays else [False] * num_rows
         # With a fixed budget the step costs the same whatever is drafted, so each row decides as if all were alike.
         return [
-            is_going and self.budget.num_passes(num_rows, num_done, num_rows * own) > 0
-            for own, is_going in zip(reach, going, strict=True)
+            is_going and self.budget.num_passes(num_rows, num_done, num_rows * own, [kind]) > 0
+            for own, is_going, kind in zip(reach, going, kinds, strict=True)
         ]
 
     # The round
@@ -164,7 +164,7 @@ class Grafter:
         if self.adapts or is_quick:
             candidates.most_nodes = max(2 * max_nodes // num_rows, 1)
         round = Round(candidates, histories, caps, max_depth, max_nodes, num_prefill_tokens, [0] * num_rows)
-        round.kinds = draws.kinds if draws is not None else None
+        round.kinds = draws.kinds if draws is not None else [NOT_SAMPLED] * num_rows
         self._retrieve(round, self._copies)
         return round
 
@@ -194,7 +194,7 @@ class Grafter:
         for number in range(self.budget.max_passes if num_made is None else num_made):
             going = [count == number and cap > 0 for count, cap in zip(round.passes, caps, strict=True)]
             if num_made is None:
-                going = self.goes_on(number, reach, going)
+                going = self.goes_on(number, reach, going, round.kinds)
             if depth >= round.max_depth or not any(going):
                 break
             for level in next(passes)[: round.max_depth - depth]:
@@ -208,7 +208,7 @@ class Grafter:
                 reach[row] = reached[row]
         round.draft_seconds = time.perf_counter() - start
         if not any(round.passes):
-            self.budget.observe_no_pass(num_rows)
+            self.budget.passes.of(num_rows, round.kinds).observe_none()  # passes are not given up for ever
 
     def graft(self, round: Round) -> DraftTree:
         """Add retrieved candidates below drafted nodes, and choose the tree."""
@@ -248,7 +248,7 @@ class Grafter:
             self._learn_pass_gains(round)
             # A fixed budget does not use it, and a grammar may have pruned the tree.
             if self.adapts and round.tree is tree and round.paths is not None:
-                self.path_calibration.observe(round.paths, accepted.nodes)
+                self.path_calibration.observe(round.paths, accepted.nodes, round.kinds)
         if self.adapts and is_time_usual:
             self._learn_costs(round, tree, seconds, round_seconds, num_prefill_tokens)
         size, num_passes = (round.size, max(round.passes)) if round is not None else (None, 0)
@@ -270,7 +270,7 @@ class Grafter:
             num_rows = len(round.passes)
             costs = self.budget.node_costs(num_rows, round.num_prefill_tokens)
             values = round.candidates.values_by_need(len(round.reaches), *costs, round.caps, self._path_ratios)
-            self.budget.passes_of(num_rows).observe(round.reaches, values)
+            self.budget.passes.of(num_rows, round.kinds).observe(round.reaches, values)
 
     def _learn_costs(
         self, round: Round | None, tree: DraftTree, seconds: float, round_seconds: float, num_prefill_tokens: int

@@ -28,9 +28,11 @@ def tune(
     max_new_tokens: int = 64,
     portable: bool = False,
     progress: Progress = lambda report: None,
+    temperatures: Sequence[float] = (0.0,),
 ) -> Profile:
     """The profile of an engine with policy `graft`, learned from the prompts while it answers them.
 
+    temperatures: each prompt is answered once at each of them, because what is accepted is counted by temperature.
     portable: a small profile for any machine, learned at the usual budget with all draft passes, even if they do not
     pay here; without costs, n-gram tables and past texts.
     """
@@ -38,10 +40,11 @@ def tune(
     if portable:
         engine = _engine_with_whole_trees(engine)
     counts = torch.zeros(engine.target.vocab_size, dtype=torch.int64)
-    for number, prompt in enumerate(prompts, start=1):
-        answer = engine.generate(prompt, max_new_tokens=max_new_tokens)
+    lessons = [(prompt, temperature) for prompt in prompts for temperature in temperatures]
+    for number, (prompt, temperature) in enumerate(lessons, start=1):
+        answer = engine.generate(prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=number)
         counts += torch.bincount(torch.tensor(prompt + answer.ids), minlength=len(counts))
-        progress(Report("learning", number, len(prompts), f"accepted {answer.stats.mean_accepted:.2f}"))
+        progress(Report("learning", number, len(lessons), f"accepted {answer.stats.mean_accepted:.2f}"))
     state = engine.policy.state()
     if portable:
         state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}

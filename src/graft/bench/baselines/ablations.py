@@ -66,7 +66,7 @@ class WithoutCalibration(Grafter):
 class WithoutPruning(Grafter):
     """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
-    def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, num_done: int, reach: list[float], going: list[bool], kinds: list[int]) -> list[bool]:
         return going
 
 
