@@ -12,8 +12,8 @@ from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.device_rows import needs_host
 from graft.engine.engine import PrefillChunk
-from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter

@@ -38,6 +38,7 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
 
     isolated: texts do not learn from each other. keep_learned: used if the options do not say; see `load`.
     """
+    check_loading(loading)
     # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
@@ -50,6 +51,14 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
         engine = load(**given | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
+
+
+def check_loading(loading: Given) -> None:
+    """Check the options before torch is imported, which takes seconds."""
+    from graft.load_options import check_load_options
+
+    checked = {name: loading[name] for name in ("policy", "budget", "datastore") if name in loading}
+    check_load_options(str(loading.get("model", DEFAULT_MODEL)), **checked)
 
 
 def _show_preparation(report: Report) -> None:

@@ -11,7 +11,7 @@ from graft.model.kv_cache import PAGE
 
 if TYPE_CHECKING:
     from graft.engine import Engine
-    from graft.engine.jobs import SchedulerSettings
+    from graft.engine.settings import SchedulerSettings
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from graft.engine.engine import Engine
-from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.jobs import Job
 from graft.engine.memory import num_pages_for
+from graft.engine.settings import SchedulerSettings
 from graft.model import Row
 from graft.model.kv_cache import PAGE
 from graft.request.batch import Batch

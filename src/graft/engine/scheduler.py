@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from graft.engine.engine import Engine, PrefillChunk, next_chunks
-from graft.engine.jobs import LEAST_CHUNK, BusyError, Failure, Job, SchedulerSettings, Update, default_batched_tokens
+from graft.engine.jobs import BusyError, Failure, Job, Update, default_batched_tokens
 from graft.engine.page_allocator import PageAllocator, failures_logged, log
+from graft.engine.settings import LEAST_CHUNK, SchedulerSettings
 from graft.errors import GraftError
 from graft.model import NoRoomError
 from graft.model.captures import ROWS, padded

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from graft.engine.jobs import SchedulerSettings
+from graft.engine.settings import SchedulerSettings
 from graft.errors import GraftError
 from graft.settings import require, require_known
 
