@@ -181,7 +181,7 @@ def test_small_endpoints(url, client):
 
 
 def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch):
-    metrics = Metrics(SimpleNamespace(pool=None, num_running=0, num_waiting=0, cache_use=0.0), "tiny")
+    metrics = Metrics("tiny")
     stats = Stats()
     counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
     labels = Counter.labels
