@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import httpx
 import openai

@@ -309,9 +309,9 @@ def test_the_dashboard_asks_for_metrics_that_the_server_has():
         post(url, nonsense=1)
         shown = set(re.findall(r"^(?:# TYPE )?([\w:]+)", httpx.get(f"{url}/metrics").text, re.MULTILINE))
     known = shown | {name + "_total" for name in shown}  # a counter without values yet has only its name
-    assert len(asked) > 10 and not asked - known - (set() if sys.platform == "linux" else {
-        name for name in asked if name.startswith("process_")
-    })
+    assert len(asked) > 10 and not asked - known - (
+        set() if sys.platform == "linux" else {name for name in asked if name.startswith("process_")}
+    )
 
 
 def post_with_id(url, name, **body):

@@ -13,7 +13,7 @@ import typer
 
 from graft.cli.extras import missing_extra
 from graft.cli.options import LOADING, Given, Group, option, takes
-from graft.cli.terminal import check_loading, load_engine, notes
+from graft.cli.terminal import check_loading, load_engine, notes, without_garbage_collection
 from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def _run(wanted: Given, settings: ServeSettings, model_name: str, sockets: list[
     from graft.server.logs import log_config
 
     def load(startup: Startup, metrics: Metrics) -> FastAPI:
-        import graft.loading  # noqa: F401 - takes seconds
-        from graft.server.app import make_app
+        with without_garbage_collection():
+            import graft.loading  # noqa: F401 - takes seconds
+            from graft.server.app import make_app
 
         startup.enter("loading the model")
         engine = load_engine(wanted, isolated=settings.sharing != "shared")
