@@ -74,7 +74,9 @@ class Guard:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         path = scope["path"] if scope["path"] in _KNOWN else getattr(scope.get("route"), "path", "other")
         self._metrics.responded(method, path, status, seconds)
-        if self._logs_all or (status >= 400 and not scope.get("graft.is_logged")):
+        # A probe that finds the server not ready yet is no refused request.
+        is_told = status >= 400 and path != "/health" and not scope.get("graft.is_logged")
+        if self._logs_all or is_told:
             reason = scope.get("graft.message" if self._logs_messages else "graft.reason", "")
             log_request(scope["graft.id"], scope.get("graft.key_name"), method, path, status, seconds, reason)
 
