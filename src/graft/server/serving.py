@@ -37,7 +37,7 @@ _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 5
 _LONG_TEXT = 20_000  # characters
 _BYTES_PER_TOKEN = 16  # limit for a prompt before it is tokenized; usual texts have far fewer
 _CLIENT_GONE = 499  # status that nobody reads
-_STATUSES_BY_REASON: dict[str, int] = {**_STATUS, "cancelled": _CLIENT_GONE}
+_STATUSES_BY_REASON: dict[str, int] = {"cancelled": _CLIENT_GONE, **{str(kind): _STATUS[kind] for kind in _STATUS}}
 _WARM_UP_TOKENS = 6
 _MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
 
