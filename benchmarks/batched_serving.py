@@ -28,8 +28,9 @@ from graft.bench.results import environment
 from graft.bench.shapes import Shape
 from graft.bench.tasks import Question
 from graft.engine import Engine
-from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter

@@ -20,8 +20,9 @@ from batched_serving import make_engine
 from common import add_model, add_prompts, command_line, mixed_questions, numbers
 
 from graft.engine import Engine
-from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 
 

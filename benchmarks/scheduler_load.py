@@ -27,8 +27,9 @@ import torch
 from common import DEVICE, MODELS, all_prompts, command_line, make_model
 
 from graft.engine import Engine
-from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load
 from graft.model.sampler import SamplingSettings

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from gates import PATIENCE
 from graft import Engine
-from graft.engine.jobs import Failure, Job, SchedulerSettings
+from graft.engine.jobs import Failure, Job
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 

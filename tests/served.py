@@ -8,7 +8,9 @@ import httpx
 
 from gates import PATIENCE, until
 from graft import Engine
-from graft.server.app import make_app, make_server
+from graft.server.app import make_app
+from graft.server.connection import make_server
+from graft.server.gateway import Gateway
 from graft.server.settings import ServeSettings
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -33,8 +35,9 @@ def new_engine(**options):
 def running(engine=None, waits=True, clock=None, **settings):
     """A server on a free port. waits: until it is ready. clock: what its event loop goes by."""
     settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
-    app = make_app(engine or new_engine(isolated=settings.sharing != "shared"), settings, "tiny")
-    server = make_server(app, settings, log_level="warning", loop="asyncio")
+    engine = engine or new_engine(isolated=settings.sharing != "shared")
+    gateway = Gateway(settings, "tiny", lambda *shared: make_app(engine, settings, "tiny", *shared))
+    server = make_server(gateway, settings, gateway.drain, log_level="warning", loop="asyncio")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started or not thread.is_alive())
@@ -44,7 +47,7 @@ def running(engine=None, waits=True, clock=None, **settings):
     url = f"{'https' if settings.ssl_certfile else 'http'}://127.0.0.1:{port}"
     try:
         if waits:
-            until(lambda: app.state.serving.is_warm)
+            until(lambda: gateway.is_ready)
         yield url
     finally:
         server.should_exit = True

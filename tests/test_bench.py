@@ -59,7 +59,7 @@ def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkey
     monkeypatch.delitem(sys.modules, "graft.bench.load", raising=False)
     result = graft("bench", "serve", "--requests", "1")
     assert result.status == 2
-    assert result.err == "error: httpx2 is missing: pip install 'graft-decoding[bench]'\n"
+    assert result.err == "error: httpx2 is missing: run pip install '.[bench]' in a clone of Graft's repository\n"
 
 
 class Learner(Method):

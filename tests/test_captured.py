@@ -26,8 +26,9 @@ import plain_kernels
 from batches import graphs_of, opened, prefill
 from captured_parts import Small, SmallDrafter, small_target
 from graft import Engine, GraftError, SamplingSettings
-from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.jobs import Job
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers

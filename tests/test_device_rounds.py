@@ -13,9 +13,9 @@ from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.device_rows import needs_host
-from graft.engine.jobs import SchedulerSettings
 from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter

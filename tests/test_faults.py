@@ -24,8 +24,9 @@ from graft import Engine
 from graft.engine import decode_loop, page_allocator
 from graft.engine import engine as engines
 from graft.engine import scheduler as scheduling
-from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import decoded_before
 from graft.server.grammar import Grammars, GrammarSpec, LLMatcher

@@ -110,8 +110,8 @@ def test_files_that_say_something_else_are_passed_over(kernel):
 
 def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(kernel):
     from graft import Engine
-    from graft.engine.jobs import SchedulerSettings
     from graft.engine.memory import bytes_per_token, num_pages_for
+    from graft.engine.settings import SchedulerSettings
     from graft.model.kv_cache import PAGE
     from tiny import tiny_model
 

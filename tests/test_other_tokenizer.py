@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from batches import counting_tokens, graphs_of, prefilled
 from graft import Engine, GraftError
-from graft.engine.jobs import SchedulerSettings
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.loading import load
 from graft.model import TargetRunner
 from graft.request.stats import Clock

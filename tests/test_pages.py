@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, SamplingSettings
-from graft.engine.jobs import Failure, Job, SchedulerSettings
+from graft.engine.jobs import Failure, Job
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model import NoRoomError, PagePool, cuda_graphs
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kv_cache import PAGE, KVStore

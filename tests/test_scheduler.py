@@ -10,8 +10,9 @@ import torch
 
 from gates import PATIENCE, Clock, Gate, until
 from graft import Engine, GraftError
-from graft.engine.jobs import BusyError, Failure, SchedulerSettings
+from graft.engine.jobs import BusyError, Failure
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.model.sampler import Sampler

@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -181,7 +180,7 @@ def test_small_endpoints(url, client):
 
 
 def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch):
-    metrics = Metrics(SimpleNamespace(pool=None, num_running=0, num_waiting=0, cache_use=0.0), "tiny")
+    metrics = Metrics("tiny")
     stats = Stats()
     counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
     labels = Counter.labels

@@ -10,8 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from gates import PATIENCE, Gate
 from graft import GraftError
-from graft.engine.jobs import BusyError, Job, SchedulerSettings
+from graft.engine.jobs import BusyError, Job
 from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import TextStream
 from graft.request.sequence import Sequence

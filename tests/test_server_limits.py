@@ -261,7 +261,7 @@ def test_it_is_alive_before_it_is_ready():
     engine.warm_up = slow
     with running(engine, waits=False) as url:
         try:
-            assert httpx.get(f"{url}/live").json() == {"status": "starting"}
+            until(lambda: httpx.get(f"{url}/live").json() == {"status": "starting"})  # before that it says loading
             early = httpx.get(f"{url}/health"), post(url, prompt="x", **GREEDY)
             assert [answer.status_code for answer in early] == [503, 503]
             assert "starting" in early[1].json()["error"]["message"] and early[1].headers["retry-after"] == "1"

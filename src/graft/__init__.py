@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Stream
     from graft.integrations.transformers import decode
     from graft.loading import load
-    from graft.model.sampler import SamplingSettings
+    from graft.model.sampling_settings import SamplingSettings
     from graft.request.round_trace import RoundRecord
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOMES = {
     "Engine": "graft.engine",
     "Generation": "graft.engine",
     "RoundRecord": "graft.request.round_trace",
-    "SamplingSettings": "graft.model.sampler",
+    "SamplingSettings": "graft.model.sampling_settings",
     "Stream": "graft.engine",
     "decode": "graft.integrations.transformers",
     "load": "graft.loading",
@@ -51,3 +51,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

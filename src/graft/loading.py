@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from graft.datastore.format import read_header
 from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter, packaged_head
 from graft.hub.registry import DEFAULT_MODEL
+from graft.load_options import check_load_options
 from graft.model.support import check_supported, usable_model
-from graft.settings import require, require_known
-from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, PolicySettings
+from graft.settings import require
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.tuning import learned
 from graft.tuning.drafters import NONE, best_draft, best_variant
@@ -70,8 +70,7 @@ def load(
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
-    _check_names(model, draft, policy, datastore, profile)
-    PolicySettings(budget)  # checks the budget
+    _check_names(model, draft, policy, budget, datastore, profile)
     require(not (keep_learned and isolated), "isolated texts cannot keep what is learned: drop keep_learned")
     name = None
     if isinstance(model, str):
@@ -107,18 +106,16 @@ def load(
     return engine
 
 
-def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: Any) -> None:
+def _check_names(model: Any, draft: Any, policy: Any, budget: Any, datastore: Any, profile: Any) -> None:
     """Check all names before the model is loaded, so that an error comes at once."""
     where = "a packaged name, a folder or a hub id"
     for what, given in (("model", model), ("draft", draft)):
         good = isinstance(given, str | nn.Module) or (what == "draft" and given is None)
         require(good, f"{what} must be {where}, or a transformers model, not {given!r}")
-    require_known("policy", policy, POLICIES)
     for what, given in (("datastore", datastore), ("profile", profile)):
         require(given is None or isinstance(given, str | Path), f"{what} must be a path, not {given!r}")
-    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
-    if datastore is not None:
-        read_header(Path(datastore))
+    name = model if isinstance(model, str) else DEFAULT_MODEL
+    check_load_options(name, policy, budget, datastore, POLICIES)
     if profile not in (None, "auto") and policy != "off":
         Profile.read(Path(profile).expanduser())
     if isinstance(draft, str) and draft != "auto":

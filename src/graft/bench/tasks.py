@@ -1,13 +1,18 @@
 """Tasks: named lists of prompts, from files or built in, and their token ids."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graft.data import Prompt, read_prompts, user_message
-from graft.engine import Engine
 from graft.errors import GraftError
 from graft.settings import require
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
 
 PROMPTS_FOLDER = Path(__file__).parent / "prompts"
 BUILT_IN = ("code", "math", "summary", "question", "chat", "edit")

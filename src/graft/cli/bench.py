@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
-from graft.cli.terminal import aside, checked_folder, load_engine
+from graft.cli.terminal import aside, check_loading, checked_folder, load_engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
@@ -104,6 +104,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
+    check_loading(loading)
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states

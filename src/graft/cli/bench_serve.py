@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from graft.cli.bench import bench
+from graft.cli.extras import missing_extra
 from graft.cli.options import Given, Group, option, takes
 from graft.cli.terminal import notes
-from graft.errors import GraftError
 
 LOAD: Group = {
     "requests": option(int, "Number of requests.", "64"),
@@ -42,7 +42,7 @@ def serve(
     try:
         from graft.bench.load import LoadSettings, load_test
     except ImportError as error:
-        raise GraftError(f"{error.name} is missing: pip install 'graft-decoding[bench]'") from error
+        raise missing_extra(str(error.name), "bench") from error
     from graft.bench.tasks import built_in_tasks
     from graft.data import read_prompts
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from graft.cli.options import MODEL, Given, Group, takes
-from graft.cli.terminal import load_engine
+from graft.cli.terminal import check_loading, load_engine
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 LOADED: Group = {name: MODEL[name] for name in ("device", "dtype")}
@@ -26,6 +26,8 @@ def drafters(
 
     [dim]Example:[/] graft drafters smollm2-135m
     """
+    check_loading({"model": model})
+
     from rich.console import Console
     from rich.table import Table
 

@@ -17,7 +17,7 @@ from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from graft.model.sampler import SamplingSettings
+    from graft.model.sampling_settings import SamplingSettings
 
 Given = dict[str, Any]  # the options of a group that the user gave, by setting name
 Group = dict[str, Any]  # setting name in the library -> typer annotation
@@ -102,7 +102,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 def sampling_settings(sampling: Given) -> SamplingSettings:
     """Validated sampling settings. Call this before loading the model, so that mistakes show at once."""
-    from graft.model.sampler import SamplingSettings
+    from graft.model.sampling_settings import SamplingSettings
 
     return SamplingSettings.of({**sampling, "logit_bias": _biases(sampling.get("logit_bias", []))})
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.extras import missing_extra
 from graft.cli.options import LOADING, Given, Group, option, takes
-from graft.cli.terminal import load_engine, notes
-from graft.errors import GraftError
+from graft.cli.terminal import check_loading, load_engine, notes, without_garbage_collection
 from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from graft.engine import Engine
+    from fastapi import FastAPI
+
+    from graft.progress import Report
+    from graft.server.metrics import Metrics
     from graft.server.settings import ServeSettings
+    from graft.server.startup import Startup
 
 _server = functools.partial(option, rich_help_panel="Server")
 _limit = functools.partial(option, rich_help_panel="Limits")
@@ -25,6 +31,13 @@ SERVING: Group = {
     "host": _server(str, "Address to listen on.", "127.0.0.1, this machine only"),
     "port": _server(int, "Port to listen on; 0 picks a free one.", "8000"),
     "api_keys": _server(list[str], "Require this API key; repeatable.", metavar="KEY", flag="--api-key"),
+    "api_key_names": _server(
+        list[str],
+        "Name of an API key in the log; repeatable, in the order of the keys.",
+        "key-1, key-2 ...",
+        metavar="NAME",
+        flag="--api-key-name",
+    ),
     "allowed_hosts": _server(
         list[str],
         "Accept requests for this host name, besides local ones; repeatable.",
@@ -47,6 +60,8 @@ SERVING: Group = {
     ),
     "page": _server(bool, "Serve the web page at /.", "on"),
     "log_prompts": _server(bool, "Write prompts to the log.", flag="--log-prompts"),
+    "access_log": _server(bool, "Log every request, also those for the page or /health.", flag="--access-log"),
+    "log_format": _server(str, "Log lines of text, or of JSON.", "text", metavar="text|json"),
     "max_rows": _limit(int, "Answers decoded together in a batch.", "16"),
     "max_waiting": _limit(int, "Requests that may wait; further ones get status 429.", "64"),
     "max_batched_tokens": _limit(int, "Tokens per step, prefill and decode together.", "2048; on a CPU 512"),
@@ -84,33 +99,52 @@ def serve(
 
     [dim]Example:[/] graft serve --port 8000 --api-key secret
     """
-    try:
-        import fastapi  # noqa: F401
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-        import yaml  # noqa: F401
-    except ImportError as error:
-        raise GraftError(f"{error.name} is missing: pip install 'graft-decoding[serve]'") from error
+    for module in ("fastapi", "llguidance", "prometheus_client", "uvicorn", "yaml"):
+        if find_spec(module) is None:
+            raise missing_extra(module, "serve")
     from graft.server.settings import gather
+    from graft.server.startup import address_of, listen
 
     wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
-    engine = load_engine(wanted, isolated=settings.sharing != "shared")
-    _run(engine, settings, Path(str(wanted.get("model", DEFAULT_MODEL))).name)
-
-
-def _run(engine: Engine, settings: ServeSettings, model_name: str) -> None:
-    from graft.server.app import make_app, make_server
-
+    check_loading(wanted)
+    sockets = listen(settings)
+    model = str(wanted.get("model", DEFAULT_MODEL))
+    notes().print(f"Listening on {address_of(settings, sockets)}; loading {model} ...", markup=False, soft_wrap=True)
     if not settings.is_local and not settings.api_keys:
         notes().print("warning: anyone who can reach this machine can use the server: set --api-key", markup=False)
-    make_server(make_app(engine, settings, model_name), settings, log_config=_LOGS).run()
+    _run(wanted, settings, Path(model).name, sockets)
 
 
-_LOGS = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"lines": {"format": "%(asctime)s %(levelname)s %(message)s"}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-    "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "graft.server")},
-}
+def _run(wanted: Given, settings: ServeSettings, model_name: str, sockets: list[socket]) -> None:
+    """Answer from now on, and load the model beside that."""
+    from graft.server.connection import make_server
+    from graft.server.gateway import Gateway
+    from graft.server.logs import log_config
+
+    def load(startup: Startup, metrics: Metrics) -> FastAPI:
+        with without_garbage_collection():
+            import graft.loading  # noqa: F401 - takes seconds
+            from graft.server.app import make_app
+
+        startup.enter("loading the model")
+        engine = load_engine(wanted, isolated=settings.sharing != "shared")
+        show = engine.target.progress
+
+        def progress(report: Report) -> None:
+            startup.show(report)
+            show(report)
+
+        engine.target.progress = progress
+        return make_app(engine, settings, model_name, startup, metrics)
+
+    gateway = Gateway(settings, model_name, load)
+    server = make_server(gateway, settings, gateway.drain, log_config=log_config(settings.log_format))
+    gateway.on_failure = lambda: setattr(server, "should_exit", True)
+    try:
+        server.run(sockets)
+    except KeyboardInterrupt:
+        if gateway.is_loading:  # the thread cannot be interrupted, and may be inside a library's import
+            os._exit(130)
+        raise
+    if gateway.failure is not None:
+        raise gateway.failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import warnings
@@ -38,18 +39,40 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
 
     isolated: texts do not learn from each other. keep_learned: used if the options do not say; see `load`.
     """
+    check_loading(loading)
     # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
-    from graft.loading import load
-
     given: Given = {"keep_learned": keep_learned}
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning  # type: ignore[assignment]
-        engine = load(**given | loading | without, isolated=isolated)
+    with without_garbage_collection():
+        from graft.loading import load
+
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            engine = load(**given | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would search the many objects of imported libraries again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def check_loading(loading: Given) -> None:
+    """Check the options before torch is imported, which takes seconds."""
+    from graft.load_options import check_load_options
+
+    checked = {name: loading[name] for name in ("policy", "budget", "datastore") if name in loading}
+    check_load_options(str(loading.get("model", DEFAULT_MODEL)), **checked)
 
 
 def _show_preparation(report: Report) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
+from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
 from graft.data import read_prompts
-from graft.settings import require
+from graft.settings import require, require_known
 
 if TYPE_CHECKING:
     from graft.train.recipe import Recipe
@@ -127,18 +127,21 @@ def train(
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """
+    require((not prompts) == (answers is not None), "give either --prompts or --answers")
+    require(not (answers is not None and (answering or limit)), "--answers excludes options for generating answers")
+    require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
+    _check_kind(kind, of_kind)
+    texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
+    check_loading(loading)
+
     from graft.train.generate_data import AnswerSettings
     from graft.train.recipe import train_head
 
     if "temperatures" in answering:
         answering["temperatures"] = tuple(answering["temperatures"])
-    require((not prompts) == (answers is not None), "give either --prompts or --answers")
-    require(not (answers is not None and (answering or limit)), "--answers excludes options for generating answers")
-    require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     answer_settings = AnswerSettings.of(answering)
     recipe = _recipe(kind, training, of_kind)
     checked_folder(out)
-    texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
     with ProgressBars() as progress:
         seconds = math.inf if max_seconds is None else max_seconds
@@ -155,18 +158,20 @@ def train(
     notes().print(words, markup=False, soft_wrap=True)
 
 
+def _check_kind(kind: str, of_kind: Given) -> None:
+    require_known("kind", kind, _BY_KIND)
+    for name in of_kind:
+        fits = name in _BY_KIND[kind]
+        require(fits, f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
+
+
 def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
     """The recipe of a kind, with its options."""
-    from graft.settings import require_known
     from graft.train.block import BlockSettings, BlockShape
     from graft.train.depth_pruned import DepthPrunedSettings
     from graft.train.eagle3 import Eagle3Settings
     from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
-    require_known("kind", kind, _BY_KIND)
-    for name in of_kind:
-        fits = name in _BY_KIND[kind]
-        require(fits, f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
         size = {name: of_kind.pop(name) for name in ("draft_vocab_size",) if name in of_kind}
         return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **size)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, takes
-from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
+from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
@@ -44,12 +44,7 @@ def tune(
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
     from graft.bench.tasks import questions, read_tasks
-    from graft.hub.drafters import NAMED
-    from graft.loading import load, packaged_head
-    from graft.model.sampler import SamplingSettings
-    from graft.tuning.drafters import full_name, measure, remember, split_prompts
-    from graft.tuning.profile import profile_path
-    from graft.tuning.tuning import tune as learn
+    from graft.model.sampling_settings import SamplingSettings
 
     require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
@@ -60,6 +55,14 @@ def tune(
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
+    check_loading(loading)
+
+    from graft.hub.drafters import NAMED
+    from graft.loading import load, packaged_head
+    from graft.tuning.drafters import full_name, measure, remember, split_prompts
+    from graft.tuning.profile import profile_path
+    from graft.tuning.tuning import tune as learn
+
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # the usual drafter: earlier measurements must not decide what is measured now
         draft = model if packaged_head(model) is not None else "none"

@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from graft.engine.jobs import LEAST_CHUNK, Job, SchedulerSettings, default_batched_tokens
+from graft.engine.jobs import Job, default_batched_tokens
 from graft.engine.page_allocator import PageAllocator, failures_logged, log
 from graft.engine.rounds import PrefillChunk, Rounds
+from graft.engine.settings import LEAST_CHUNK, SchedulerSettings
 from graft.errors import GraftError
 from graft.model import NoRoomError
 from graft.model.captures import ROWS, padded

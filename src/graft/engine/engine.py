@@ -19,9 +19,10 @@ from graft.data import user_message
 from graft.datastore.lookup import Datastore
 from graft.engine.answers import Choice, Generation, Stream
 from graft.engine.decode_loop import DecodeLoop
-from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.jobs import Job
 from graft.engine.prompts import Prompt, encode_prompt, render_chat, require_tokenizer
 from graft.engine.rounds import Rounds
+from graft.engine.settings import SchedulerSettings
 from graft.errors import ContextError
 from graft.model import target_for
 from graft.model.sampler import Chooser, SamplingSettings

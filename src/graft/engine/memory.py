@@ -10,8 +10,8 @@ from graft.machine import total_memory
 from graft.model.kv_cache import PAGE
 
 if TYPE_CHECKING:
-    from graft.engine.jobs import SchedulerSettings
     from graft.engine.rounds import Rounds
+    from graft.engine.settings import SchedulerSettings
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone

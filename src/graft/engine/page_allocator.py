@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.jobs import Job
 from graft.engine.memory import num_pages_for
 from graft.engine.rounds import Rounds
+from graft.engine.settings import SchedulerSettings
 from graft.model import Row
 from graft.model.kv_cache import PAGE, PagePool
 from graft.request.batch import Batch

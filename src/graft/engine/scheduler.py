@@ -10,9 +10,10 @@ import threading
 import time
 
 from graft.engine.decode_loop import DecodeLoop
-from graft.engine.jobs import BusyError, Failure, Job, SchedulerSettings, Update, default_batched_tokens
+from graft.engine.jobs import BusyError, Failure, Job, Update, default_batched_tokens
 from graft.engine.page_allocator import failures_logged, log
 from graft.engine.rounds import Rounds
+from graft.engine.settings import SchedulerSettings
 from graft.errors import GraftError
 from graft.request.sequence import Sequence
 from graft.settings import require

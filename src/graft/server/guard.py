@@ -1,10 +1,10 @@
-"""Middleware for every request: allowed hosts, API keys, the limit on body size, and request ids."""
+"""Middleware for every request: allowed hosts, API keys, the limit on body size, request ids, and its log line."""
 
 from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Sequence
+import time
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,13 +12,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graft.server.refusals import error_body, new_request_id, reason_for
+from graft.server.logs import log_request
+from graft.server.metrics import Metrics
+from graft.server.refusals import RefusedError, new_request_id, reason_for
+from graft.server.settings import ServeSettings
 
 _STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STATIC.rglob("*") if file.is_file()}
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
 OPEN = {*PAGE_FILES, "/health", "/live", "/version"}  # paths that need no API key
+_API = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"}
+_KNOWN = OPEN | _API | {"/metrics", "/openapi.json"}  # paths that stand in the log and in metrics as they are
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # their refusals are counted in the metrics
+_METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a request id that a client may choose
 
 
@@ -27,46 +33,75 @@ class _TooLargeError(Exception):
 
 
 class Guard:
-    """ASGI middleware that refuses wrong hosts, unknown API keys and large bodies before anything reads them."""
+    """ASGI middleware that refuses wrong hosts, unknown API keys and large bodies before anything reads them.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int, hosts: Sequence[str]) -> None:
-        """hosts: allowed Host headers, `*.example.com` for all subdomains; empty: any."""
-        self._app = app
-        self._keys = [sha256(key.encode()).digest() for key in keys]  # equal lengths, whatever the keys' are
-        self._max_body_bytes = max_body_bytes
-        self._hosts = [host.lower() for host in hosts]
+    It also counts every response in the metrics, and logs those that are refused or fail, or all of them.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+        digests = [sha256(key.encode()).digest() for key in settings.api_keys]  # equal lengths, whatever the keys' are
+        self._key_names = dict(zip(digests, settings.key_names, strict=True))
+        self._max_body_bytes = settings.max_body_bytes
+        self._hosts = [host.lower() for host in settings.hosts]
+        self._logs_all, self._logs_messages = settings.access_log, settings.log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        began, status = time.monotonic(), 500
+        given = Headers(scope=scope).get("x-request-id", "")
         scope["graft.id"] = given if _ID.fullmatch(given) else new_request_id()
+        scope["graft.metrics"] = self._metrics
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = scope["graft.id"]
             await send(message)
 
-        async def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> None:
-            count_refusal(scope, status)
-            await JSONResponse(error_body(status, message), status, headers)(scope, receive, named)
+        try:
+            await self._handle(scope, receive, named)
+        except BaseException:
+            status = 500
+            raise
+        finally:
+            self._record(scope, status, time.monotonic() - began)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        path = scope["path"] if scope["path"] in _KNOWN else getattr(scope.get("route"), "path", "other")
+        self._metrics.responded(method, path, status, seconds)
+        # A probe that finds the server not ready yet is no refused request.
+        is_told = status >= 400 and path != "/health" and not scope.get("graft.is_logged")
+        if self._logs_all or is_told:
+            reason = scope.get("graft.message" if self._logs_messages else "graft.reason", "")
+            log_request(scope["graft.id"], scope.get("graft.key_name"), method, path, status, seconds, reason)
+
+    async def _handle(self, scope: Scope, receive: Receive, named: Send) -> None:
+        headers = Headers(scope=scope)
+
+        async def refuse(refusal: RefusedError) -> None:
+            count_refusal(scope, refusal.status)
+            note_refusal(scope, refusal)
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
 
         if self._hosts and not self._is_known_host(headers.get("host", "")):
-            await refuse(400, "this Host is not allowed here: see --allowed-hosts")
+            await refuse(RefusedError(400, "this Host is not allowed here: see --allowed-hosts", reason="host"))
             return
-        if self._keys and scope["path"] not in OPEN:
+        if self._key_names and scope["path"] not in OPEN:
             key = self._known_key(headers.get("authorization", ""))
             if key is None:
                 message = "give a valid API key: Authorization: Bearer KEY"
-                await refuse(401, message, {"www-authenticate": "Bearer"})
+                await refuse(RefusedError(401, message, reason="key", www_authenticate="Bearer"))
                 return
-            scope["graft.key"] = key
-        too_large = f"the body is larger than the {self._max_body_bytes} bytes allowed here"
+            scope["graft.key"], scope["graft.key_name"] = key.hex(), self._key_names[key]
+        too_large = RefusedError(413, f"the body is larger than the {self._max_body_bytes} bytes allowed here")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
-            await refuse(413, too_large)
+            await refuse(too_large)
             return
         num_received = 0
 
@@ -84,7 +119,8 @@ class Guard:
             if num_received <= self._max_body_bytes:
                 await named(message)
             elif message["type"] == "http.response.start":
-                await JSONResponse(error_body(413, too_large), 413)(scope, receive, named)
+                note_refusal(scope, too_large)
+                await JSONResponse(too_large.body, 413)(scope, receive, named)
 
         await self._app(scope, counted, unless_too_large)
 
@@ -94,12 +130,12 @@ class Guard:
             known in ("*", host) or (known.startswith("*.") and host.endswith(known[1:])) for known in self._hosts
         )
 
-    def _known_key(self, authorization: str) -> str | None:
+    def _known_key(self, authorization: str) -> bytes | None:
         """The digest of a valid key, else None. Compares with all keys, each in constant time."""
         scheme, _, given = authorization.partition(" ")
         digest = sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return digest.hex() if scheme.lower() == "bearer" and any(matches) else None
+        matches = [hmac.compare_digest(digest, key) for key in self._key_names]
+        return digest if scheme.lower() == "bearer" and any(matches) else None
 
 
 def count_refusal(scope: Scope, status: int) -> None:
@@ -107,4 +143,9 @@ def count_refusal(scope: Scope, status: int) -> None:
     if scope.get("graft.too_large"):
         status = 413  # whatever the app made of the incomplete body
     if scope["path"].startswith(_COUNTED):
-        scope["app"].state.serving.metrics.failed(reason_for(status))
+        scope["graft.metrics"].failed(reason_for(status))
+
+
+def note_refusal(scope: Scope, refusal: RefusedError) -> None:
+    """Leave the reason for the log line of this request."""
+    scope["graft.reason"], scope["graft.message"] = refusal.reason, refusal.message

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.responses import Response
 
-from graft.engine.scheduler import Scheduler
-from graft.request.stats import Stats
+if TYPE_CHECKING:
+    from graft.engine.scheduler import Scheduler
+    from graft.request.stats import Stats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -18,12 +21,16 @@ Described = dict[str, tuple[str, float]]  # a metric's help text and value, by n
 
 
 class Metrics:
-    """Counters and histograms of one server. Tokens count as they come, speculation when an answer ends."""
+    """Counters and histograms of one server. Tokens count as they come, speculation when an answer ends.
 
-    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+    Metrics of the process (memory, CPU time, open files) have Prometheus' usual names, `process_...`.
+    """
+
+    def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_SchedulerCollector(scheduler, model_name))
         self._model = model_name
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
 
         def counter(name: str, words: str, *labels: str) -> Counter:
             return Counter(f"graft:{name}", words, ("model_name", *labels), registry=self._registry)
@@ -32,6 +39,14 @@ class Metrics:
             made = Histogram(f"graft:{name}", words, ("model_name",), buckets=_SECONDS, registry=self._registry)
             return made.labels(model_name)
 
+        self._http = counter("http_requests", "HTTP requests by status.", "method", "path", "status")
+        self._http_seconds = Histogram(
+            "graft:http_request_duration_seconds",
+            "From a request to the end of its response.",
+            ("model_name", "path"),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
         self._successes = counter("request_success", "Finished answers.", "finished_reason")
         self._failures = counter("request_failure", "Requests that failed.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
@@ -44,6 +59,15 @@ class Metrics:
         self.inter_token_latency = histogram("inter_token_latency_seconds", "From a token to the next.")
         self.queue_time = histogram("request_queue_time_seconds", "From a request to its first round.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From a request to its last token.")
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Report this scheduler's gauges too."""
+        self._registry.register(_SchedulerCollector(scheduler, self._model))
+
+    def responded(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count an HTTP response. path: of the route, not the client's, so that there are few."""
+        self._http.labels(self._model, method, path, str(status)).inc()
+        self._http_seconds.labels(self._model, path).observe(seconds)
 
     def answered(self, reason: str) -> None:
         self._successes.labels(self._model, reason).inc()
@@ -61,8 +85,8 @@ class Metrics:
         for depth, count in list(stats.accepted_by_depth.items()):
             self._by_depth.labels(self._model, str(depth - 1)).inc(count)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def response(self) -> Response:
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
 
 class _SchedulerCollector:

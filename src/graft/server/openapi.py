@@ -146,7 +146,10 @@ ModelList = _model("ModelList", object=Literal["list"], data=_list_of(ModelCard)
 Tokens = _model("Tokens", tokens=list[int], count=int, max_model_len=int | None)
 Detokenized = _model("Detokenized", prompt=str)
 Health = _model("Health", status=Literal["ok"], steps=str)
-Live = _model("Live", status=Literal["starting", "ok", "stopping"])
+NotReady = _model(
+    "NotReady", Error, status=(str, ""), stage=(str, ""), done=(int, 0), total=(int, 0), seconds=(float, 0.0)
+)
+Live = _model("Live", status=Literal["loading", "starting", "ok", "stopping"])
 Version = _model("Version", version=str)
 
 _REFUSALS = {
@@ -157,7 +160,7 @@ _REFUSALS = {
     413: "The body is too large.",
     429: "Too many requests are waiting.",
     500: "The request failed; the server's log says why.",
-    503: "The server is starting, shutting down, or busy compiling slow JSON schemas.",
+    503: "The server is loading, starting, shutting down, or busy compiling slow JSON schemas.",
     504: "The request took longer than allowed.",
 }
 _EVENT: Json = {
@@ -170,6 +173,9 @@ _EVENT: Json = {
 def errors(*statuses: int) -> dict[int | str, Json]:
     """Error responses of a route, for FastAPI; without statuses, those of routes that tokenize or decode."""
     return {status: {"description": _REFUSALS[status], "model": Error} for status in statuses or _REFUSALS}
+
+
+not_ready: dict[int | str, Json] = {503: {"description": _REFUSALS[503], "model": NotReady}}
 
 
 def streamable(model: type[BaseModel], events: str) -> dict[int | str, Json]:

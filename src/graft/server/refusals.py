@@ -35,6 +35,13 @@ def reason_for(status: int) -> str:
     return _described(status)[2]
 
 
+def _log_reason(status: int, message: str, param: str | None) -> str:
+    """The reason for the log. Messages about a request's content can repeat its text, so they are left out."""
+    if status in (400, 404):
+        return f"{reason_for(status)}, field {param}" if param else reason_for(status)
+    return message
+
+
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
@@ -42,16 +49,21 @@ def new_request_id() -> str:
 class RefusedError(Exception):
     """An HTTP error in OpenAI's format."""
 
-    is_counted = False  # in the metrics already
+    is_counted = False  # in the metrics and in the log already
 
-    def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, *, reason: str | None = None, **headers: str
+    ) -> None:
+        """reason: for the log, without anything that the client wrote; by default made of status and param."""
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.details: Json = {}  # further fields of the body
+        self.reason = reason or _log_reason(status, message, param)
 
     @property
     def body(self) -> Json:
-        return error_body(self.status, self.message, self.param)
+        return self.details | error_body(self.status, self.message, self.param)
 
 
 class FailedError(RefusedError):

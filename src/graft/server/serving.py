@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Scope
 
 from graft.engine import Engine
 from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
@@ -28,6 +29,7 @@ from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
+from graft.server.startup import Startup
 from graft.server.tool_formats import Function, call_grammar
 from graft.server.tool_parsers import Parser, PlainText, Thinking
 
@@ -35,6 +37,7 @@ _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 5
 _LONG_TEXT = 20_000  # characters
 _BYTES_PER_TOKEN = 16  # limit for a prompt before it is tokenized; usual texts have far fewer
 _CLIENT_GONE = 499  # status that nobody reads
+_STATUSES_BY_REASON: dict[str, int] = {"cancelled": _CLIENT_GONE, **{str(kind): _STATUS[kind] for kind in _STATUS}}
 _WARM_UP_TOKENS = 6
 _MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
 
@@ -60,9 +63,10 @@ class Serving:
     grammars: Grammars
     template: ChatTemplate
     scheduler: Scheduler
+    metrics: Metrics
+    startup: Startup
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.scheduler, self.model_name)
         self.is_warm = False
         # One thread for short texts and one for long texts, so that short ones need not wait.
         self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
@@ -76,11 +80,15 @@ class Serving:
     def check_ready(self) -> None:
         """Refuses a request unless it can be decoded now."""
         if self.status == "starting":
-            raise RefusedError(503, "the server is starting; try again later", Retry_After="1")
-        if not self.scheduler.is_alive and not self.scheduler.is_closing:
-            raise RefusedError(503, "the server no longer decodes; its log says why")
+            raise self.startup.refusal("starting")
+        self.check_alive()
         if self.scheduler.is_closing:
             raise RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
+
+    def check_alive(self) -> None:
+        """Refuses a request if decoding has stopped and the server is not shutting down."""
+        if not self.scheduler.is_alive and not self.scheduler.is_closing:
+            raise RefusedError(503, "the server no longer decodes; its log says why")
 
     async def warm_up(self) -> None:
         """Decode a few tokens of an answer and throw it away. Nothing of it is cached or learned."""
@@ -244,7 +252,7 @@ class Serving:
                 log.info("%s prompt %r", answers.id, await self.off_loop(partial(self._decode, prompt), size))
         self._submit(jobs)
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        events = self._events(answers, updates, arrived, request.scope["graft.id"], options)
+        events = self._events(answers, updates, arrived, request.scope, options)
         if options is not None:
             # Wait for the first token: an error before it still gets its own status.
             first = await _unless_disconnected(request, anext(events))
@@ -348,7 +356,7 @@ class Serving:
         answers: Answers,
         updates: asyncio.Queue[tuple[int, Update | Failure]],
         arrived: float,
-        request_id: str,
+        scope: Scope,
         options: StreamOptions | None,
     ) -> AsyncGenerator[bytes, None]:
         """Events of the updates as they come; also counts them in the metrics.
@@ -379,7 +387,7 @@ class Serving:
                         self.metrics.answered(str(sequence.finish_reason))
             if reason:
                 self.metrics.failed(reason)
-            self._log(answers, reason, time.monotonic() - arrived, request_id)
+            self._log(answers, reason, time.monotonic() - arrived, scope)
 
     async def _events_for(
         self, answers: Answers, number: int, update: Update, options: StreamOptions | None
@@ -404,15 +412,25 @@ class Serving:
                 self.metrics.inter_token_latency.observe((now - answer.updated) / len(update.ids))
         answer.updated = now
 
-    def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
+    def _log(self, answers: Answers, reason: str, seconds: float, scope: Scope) -> None:
+        """The log line of a request that was decoded, whether it was answered or failed."""
         sequences = answers.sequences
         reasons = reason or ",".join(str(sequence.finish_reason) for sequence in sequences)
         prompt = sum(job.sequences[0].num_prompt_tokens for job in answers.jobs)
         tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
-        log.info(
-            "%s %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
-            request_id, answers.id, reasons, prompt, tokens, rounds, seconds,
+        status = _STATUSES_BY_REASON.get(reason, 200)
+        fields = {
+            "request_id": scope["graft.id"], "key": scope.get("graft.key_name"), "status": status, "answer": answers.id,
+            "reason": reasons, "prompt_tokens": prompt, "new_tokens": tokens, "rounds": rounds,
+            "seconds": round(seconds, 3),
+        }  # fmt: skip
+        log.log(
+            logging.WARNING if status >= 500 else logging.INFO,
+            "%s %s %d %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
+            scope["graft.id"], fields["key"] or "-", status, answers.id, reasons, prompt, tokens, rounds, seconds,
+            extra={"fields": fields},
         )  # fmt: skip
+        scope["graft.is_logged"] = True
 
     def _decode(self, ids: list[int]) -> str:
         assert self.engine.tokenizer is not None

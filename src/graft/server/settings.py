@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from graft.engine.jobs import SchedulerSettings
+from graft.engine.settings import SchedulerSettings
 from graft.errors import GraftError
+from graft.server.logs import LogFormat
 from graft.settings import require, require_known
 
 PREFIX = "GRAFT_SERVE_"
@@ -30,6 +31,7 @@ class ServeSettings(SchedulerSettings):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # any of them gives access; none: no key is needed
+    api_key_names: tuple[str, ...] = ()  # of the keys, in their order, for the log; none: key-1, key-2 ...
     # Host headers to allow beside local ones; `*.example.com` for all subdomains, `*` for any. If empty, a server on a
     # local address allows only local ones, any other server allows all.
     allowed_hosts: tuple[str, ...] = ()
@@ -50,15 +52,24 @@ class ServeSettings(SchedulerSettings):
     read_timeout: float = 30.0  # seconds for a client to send its request
     shutdown_timeout: float = 30.0  # seconds for running requests when the server is stopped
     log_prompts: bool = False
+    access_log: bool = False  # log every request, not only those that are decoded, refused or fail
+    log_format: LogFormat = "text"
     page: bool = True  # serve the web page at /
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in (("learning", Learning), ("tool_parser", ToolParser), ("reasoning_parser", ReasoningParser)):
+        for name, kind in (
+            ("learning", Learning), ("tool_parser", ToolParser), ("reasoning_parser", ReasoningParser),
+            ("log_format", LogFormat),
+        ):  # fmt: skip
             known, value = get_args(kind), getattr(self, name)
             require(value in known, f"{name} is one of {', '.join(known)}, not {value!r}")
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
+        num_names, num_keys = len(self.api_key_names), len(self.api_keys)
+        require(num_names in (0, num_keys), f"there are {num_names} names for {num_keys} API keys: name all or none")
+        printable = all(name.isprintable() and name.strip() for name in self.api_key_names)
+        require(printable, "the name of an API key must be printable")
         for key in self.api_keys:  # none is printed: it is a secret
             require(key == key.strip(), "an API key must not begin or end with a space: requests cannot send it")
             require(key.isascii(), "an API key must be ASCII: headers cannot hold other characters")
@@ -81,6 +92,11 @@ class ServeSettings(SchedulerSettings):
         return "key" if len(set(self.api_keys)) > 1 else "shared"
 
     @property
+    def key_names(self) -> tuple[str, ...]:
+        """A name for each API key, for the log."""
+        return self.api_key_names or tuple(f"key-{number}" for number in range(1, len(self.api_keys) + 1))
+
+    @property
     def is_local(self) -> bool:
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -98,7 +114,7 @@ class ServeSettings(SchedulerSettings):
 
 
 SERVING = tuple(field.name for field in fields(ServeSettings))
-_LISTS = ("api_keys", "allowed_hosts")  # separated by commas in the environment
+_LISTS = ("api_keys", "api_key_names", "allowed_hosts")  # separated by commas in the environment
 _TYPES: dict[str, TypeAdapter[Any]] = {"budget": TypeAdapter(int), "exact": TypeAdapter(bool)}  # of `load`'s options
 _BOOL = "tag:yaml.org,2002:bool"
 

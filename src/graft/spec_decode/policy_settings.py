@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from graft.datastore.lookup import Datastore
 from graft.settings import Settings, require
 
+if TYPE_CHECKING:
+    from graft.datastore.lookup import Datastore
+
+POLICY_NAMES = ("off", "graft")  # those that users choose between; `graft.bench` registers more
+DEFAULT_POLICY = "graft"
 MAX_BUDGET = 127  # nodes of a row that a round may verify beside the root
 USUAL_BUDGET = 60  # of policies that do not choose the number of nodes
 USUAL_PASS_COST = 0.03  # of a draft pass, in verify steps, until it is measured: about the published share

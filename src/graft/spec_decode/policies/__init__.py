@@ -13,11 +13,10 @@ from graft.settings import require_known
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
-from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
+from graft.spec_decode.policy_settings import DEFAULT_POLICY, MAX_BUDGET, POLICY_NAMES, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
-POLICIES: dict[str, type[Policy]] = {"off": Off, "graft": Graft}
-DEFAULT_POLICY = "graft"
+POLICIES: dict[str, type[Policy]] = dict(zip(POLICY_NAMES, (Off, Graft), strict=True))
 
 
 def register_policy(name: str, policy: type[Policy]) -> None:
