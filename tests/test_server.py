@@ -3,7 +3,9 @@
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 
 import httpx
 import openai
@@ -222,8 +224,8 @@ def test_metrics_count(url):
         ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options requires stream"),
         ({"max_tokens": 5000}, "max_tokens is 5000, more than the 4096 allowed"),
-        ({"max_tokens": 2000}, "exceed the model's context of 1024"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "the model's context holds 1024"),
+        ({"max_tokens": 2000}, "maximum context length is 1024 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "maximum context length is 1024 tokens"),
         ({"messages": [{"role": "user", "content": "ü" * 8193}]}, "bytes, more than the 16384 allowed"),
         ({"messages": [{"role": "user"}]}, "content is missing"),
         ({"store": True}, "store"),
@@ -232,7 +234,7 @@ def test_metrics_count(url):
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 3,
             "maxLength": 2}}}}, "Unsatisfiable"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "cannot be combined with a response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "cannot be combined with response_format"),
         ({"model": "other"}, "'tiny' is"),
     ],
 )  # fmt: skip
@@ -296,6 +298,42 @@ def test_a_client_that_goes_frees_its_place(engine, url, monkeypatch, stream):
     until(lambda: metric(url, "num_requests_running") == 0 == metric(url, "kv_cache_usage_perc"))
     until(lambda: metric(url, "request_failure_total") == failures + 1)
     assert post(url, prompt="abc", **GREEDY).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_has_finished_sending_gets_its_answer(engine, url, stream):
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "speculate": False, "stream": stream}
+    whole = post(url, **{**body, "stream": False}).json()["choices"][0]["text"]
+    gate = Gate(engine.target)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(request_bytes("/v1/completions", body))
+        gate.wait()
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.2)  # a few probes
+        gate.open()
+        answer = HTTPResponse(connection)
+        answer.begin()  # skips the probes
+        content = answer.read().decode()
+        assert connection.recv(1) == b"", "the server closes the connection when it has answered"
+    assert answer.status == 200
+    if stream:
+        events = [json.loads(line[6:]) for line in content.split("\n") if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole and "[DONE]" in content
+    else:
+        assert json.loads(content)["choices"][0]["text"] == whole
+
+
+def test_all_requests_of_a_client_that_has_finished_sending_are_answered(url):
+    sent = [request_bytes("/v1/completions", {"prompt": prompt, **GREEDY}) for prompt in ("a", "b", "c")]
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(b"".join(sent) + b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le")
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    assert received.count(b"HTTP/1.1 200 OK") == 3 and b"HTTP/1.1 4" not in received
 
 
 def request_bytes(path, body):
@@ -609,11 +647,11 @@ def test_long_texts_do_not_keep_short_ones_waiting():
     engine = new_engine()
     encode, begun, may_go_on = engine.encode, threading.Event(), threading.Event()
 
-    def slow(prompt):
+    def slow(prompt, **options):
         if len(prompt) > 20_000:
             begun.set()
             assert may_go_on.wait(PATIENCE)
-        return encode(prompt)
+        return encode(prompt, **options)
 
     engine.encode = slow
     with running(engine, max_prompt_bytes=100_000) as url, ThreadPoolExecutor(1) as crowd:
@@ -643,5 +681,5 @@ def test_a_grammar_that_panics_ends_its_answer_alone(name):
     constraint.num_allowed([1, 2])
     constraint.mask(torch.zeros(60))
     constraint.take(3)
-    assert constraint.error == "the grammar failed: index out of bounds"
+    assert constraint.error == "response_format cannot be followed: index out of bounds"
     assert constraint.num_allowed([1]) == 0 and torch.equal(constraint.mask(torch.ones(60)), torch.ones(60))

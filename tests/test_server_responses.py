@@ -143,7 +143,7 @@ def test_json_of_a_schema(client):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"tool_choice": "required"}, "tool_choice requires tools"),
         ({"max_output_tokens": 500}, "more than the 400"),
-        ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs: only 0 is supported here"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(url, body, words):

@@ -108,7 +108,7 @@ def test_answers_fit_what_they_must(url, wanted, pattern):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"guided_regex": "("}, "this regular expression cannot be used"),
+        ({"guided_regex": "("}, "guided_regex cannot be used: invalid regular expression: unclosed group"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "give only one of"),
         ({"structured_outputs": {}}, "give one of json, regex and choice"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),

@@ -13,7 +13,7 @@ from graft import GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.grammar import Grammars, GrammarSpec
 from graft.server.refusals import RefusedError
-from graft.server.schema import FunctionTool, Message, Tool
+from graft.server.schema import ChatRequest, FunctionTool, Tool
 from graft.server.tool_formats import FORMATS, Function, call_grammar, format_of
 from graft.server.tool_parsers import Arguments, CallStart, Content, PlainText, Reasoning, Thinking
 from served import CHAT, post, running
@@ -204,8 +204,7 @@ def test_the_format_is_told_by_the_template(template, name):
 
 
 def rendered(engine, messages, tools=TOOLS):
-    parts = [Message.model_validate(message) for message in messages]
-    return ChatTemplate(engine).render(parts, [Tool.model_validate(tool) for tool in tools], {})
+    return ChatTemplate(engine).render(ChatRequest(messages=messages, tools=tools)).text
 
 
 CONVERSATION = [
@@ -233,9 +232,7 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
         ChatTemplate(engine_with(), "mistral")
 
 
-def test_a_name_is_honoured_or_refused(url):
-    answer = post(url, "/v1/chat/completions", messages=[{"role": "user", "content": "x", "name": "Ann"}])
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages.0.name"
+def test_a_name_goes_to_the_template():
     named = engine_with("{% for m in messages %}{{ m.name }}: {{ m.content }}\n{% endfor %}")
     assert rendered(named, [{"role": "user", "content": "x", "name": "Ann"}], []) == "Ann: x\n"
 
@@ -245,20 +242,6 @@ def test_a_call_that_went_wrong_may_come_back_in_the_history(arguments):
     call = {"id": "a", "type": "function", "function": {"name": "odd name", "arguments": arguments}}
     text = rendered(engine_with(WITH_TOOLS), [CONVERSATION[0], {"role": "assistant", "tool_calls": [call]}])
     assert f"MARKodd name {json.dumps(arguments)}" in text
-
-
-def test_names_are_tried_once_for_each_role(monkeypatch):
-    template = "{% for m in messages %}{{ m.name if m.role == 'user' }}: {{ m.content }}\n{% endfor %}"
-    engine, counts = engine_with(template), []
-    chat = ChatTemplate(engine)
-    render = engine.render_chat
-    monkeypatch.setattr(engine, "render_chat", lambda *args, **options: counts.append(1) or render(*args, **options))
-    named = [{"role": role, "content": "x", "name": "Ann"} for role in ("user", "assistant") * 20]
-    with pytest.raises(RefusedError, match=r"messages\.1\.name is not supported"):
-        chat.render([Message.model_validate(message) for message in named], [], {})
-    counts.clear()
-    users = [Message.model_validate(message) for message in named[::2]]
-    assert chat.render(users, [], {}) == "Ann: x\n" * 20 and len(counts) == 2
 
 
 def nested(depth):
@@ -310,8 +293,9 @@ def test_tools_nested_too_deeply_are_refused():
         tool = Tool.model_construct(
             type="function", function=FunctionTool.model_construct(name="f", description="", parameters=nested(3000))
         )
+        chat = ChatRequest(**CHAT).model_copy(update={"tools": [tool]})
         with pytest.raises(RefusedError):
-            ChatTemplate(engine_with(template)).render([Message(role="user", content="x")], [tool], {})
+            ChatTemplate(engine_with(template)).render(chat)
 
 
 def test_a_stream_that_fails_says_so(monkeypatch):
@@ -342,7 +326,7 @@ def test_a_stream_that_fails_says_so(monkeypatch):
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": CONVERSATION[1]["tool_calls"]}]}, "assistant"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template is not supported"),
-        ({"functions": []}, "functions is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions: only [] is supported here"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_by_name(url, body, words):
@@ -481,6 +465,7 @@ def test_reasoning_comes_apart_in_streams_and_answers():
         assert message["reasoning_content"] and message["content"] == ""
         back = [*CHAT["messages"], message, *CHAT["messages"]]
         assert post(url, "/v1/chat/completions", messages=back, max_tokens=1).status_code == 200
-    engine = engine_with(template)
-    assert ChatTemplate(engine, reasoning_parser="none").thinks("...<think>\n") is None
-    assert [ChatTemplate(engine).thinks(prompt) for prompt in ("...<think>\n", "...")] == ["does", "may"]
+    chat = ChatRequest(**CHAT)
+    assert ChatTemplate(engine_with(template), reasoning_parser="none").render(chat).thinks is None
+    assert ChatTemplate(engine_with(template)).render(chat).thinks == "does"
+    assert ChatTemplate(engine_with(WITH_TOOLS), reasoning_parser="think").render(chat).thinks == "may"

@@ -34,7 +34,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any | None, **
     plain = [_plain_message(message, number) for number, message in enumerate(messages, start=1)]
     require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
     try:
-        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
+        text = tokenizer.apply_chat_template(plain, tokenize=False, **{"add_generation_prompt": True, **options})
     except TemplateError as error:  # raised by the template itself, for example for a role that it does not support
         reason = str(error).partition("\n")[0]
         raise GraftError(f"the model's chat template refuses these messages: {reason}") from error

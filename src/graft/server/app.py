@@ -46,6 +46,13 @@ _PAGE_HEADERS = {
 
 _MAX_NAME = 64  # characters of an unknown field's name in an error
 _PLAIN_TYPES = ("str", "int", "float", "bool")
+_MESSAGES = {  # by the type of a validation error
+    "missing": "it is missing",
+    "too_long": "at most {max_length} entries are allowed, not {actual_length}",
+    "too_short": "it is empty",
+    "string_too_short": "it is empty",
+    "string_too_long": "at most {max_length} characters are allowed",
+}
 
 log = logging.getLogger("graft.server")
 
@@ -123,14 +130,15 @@ def make_app(
         if body.messages is not None:
             ids, _ = await here.encode_chat(body)
         else:
-            ids = await here.encode(body.prompt) if body.prompt else []
+            adds = body.add_special_tokens is not False
+            ids = await here.encode(body.prompt, "prompt", adds) if body.prompt else []
         return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
     @app.post("/detokenize", response_model=openapi.Detokenized, responses=errors())
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
-        tokenizer, ids = engine.tokenizer, await here.encode(body.tokens) if body.tokens else []
+        tokenizer, ids = engine.tokenizer, await here.encode(body.tokens, "tokens") if body.tokens else []
         assert tokenizer is not None
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
         return {"prompt": text}
@@ -202,8 +210,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The validation error with the longest path, which names the field: in a union, the member that fitted best."""
-    found = max(error.errors(), key=lambda each: len(each["loc"]))
+    """The validation error that tells most: in a union, that of the member that fitted best.
+
+    A member of the right type tells more than another. Among these, the longest path names the field.
+    """
+    found = max(error.errors(), key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
     parts = [str(part) for part in found["loc"][1:]]
     # For the log. Below the first name, and where a field is unknown, the names are the client's.
     is_ours = parts and not (found["type"] == "extra_forbidden" and len(parts) == 1)
@@ -220,6 +231,8 @@ def _named(error: RequestValidationError) -> RefusedError:
     if found["type"] == "model_attributes_type" and not name:
         return RefusedError(400, "the body is not a JSON object, or its Content-Type is not application/json")
     message = str(found["msg"]).removeprefix("Value error, ")
+    if found["type"] in _MESSAGES:
+        message = _MESSAGES[found["type"]].format(**found.get("ctx", {}))
     return RefusedError(400, f"{name}: {message}" if name else message, name or None, reason=reason)
 
 

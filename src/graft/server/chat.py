@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.server.control_tokens import ControlTokens, Hidden
 from graft.server.refusals import Json, RefusedError
-from graft.server.schema import Message, Tool
+from graft.server.schema import ChatPrompt
 from graft.server.tool_formats import FORMATS, Format, format_of
 from graft.server.tool_parsers import THINK_MARKERS
 from graft.settings import require
@@ -32,6 +33,16 @@ the result
 </tool_response>"""
 
 
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a chat's prompt, and whether the answer may begin with reasoning."""
+
+    text: str
+    text_with_placeholders: str  # for control tokens that the client wrote
+    hidden: Hidden
+    thinks: Thinks | None
+
+
 class ChatTemplate:
     """The chat template of an engine's tokenizer, and the format in which its model writes tool calls."""
 
@@ -49,37 +60,41 @@ class ChatTemplate:
             f"the model's chat template has no tools, so they are written as hermes: use that instead of {tool_parser}",
         )
         self.splits_reasoning = "<think>" in text if reasoning_parser == "auto" else reasoning_parser == "think"
+        self._control_tokens = ControlTokens(engine.tokenizer)
         added = engine.tokenizer.get_added_vocab()  # type: ignore[union-attr]
         markers = (*self.format.markers, *THINK_MARKERS)
         self.marker_ids = {marker: added[marker] for marker in markers if marker in added}
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Json) -> str:
-        """The text of the prompt. options: variables of the template."""
-        for name in sorted(options.keys() & self._own_names):
+    def render(self, body: ChatPrompt) -> RenderedChat:
+        """The text of a chat's prompt."""
+        variables = body.chat_template_kwargs or {}
+        for name in sorted(variables.keys() & self._own_names):
             raise RefusedError(400, f"chat_template_kwargs.{name} is not supported", f"chat_template_kwargs.{name}")
-        listed = [tool.as_dict() for tool in tools]
-        given = with_names([message.as_dict() for message in messages])
-        roles = [message["role"] for message in given]
-        if not self.renders_tools:
-            try:
-                given, listed = without_tools(given, listed), []
-            except RecursionError:
-                raise RefusedError(400, "the tools are nested too deeply", "tools") from None
-        text = self._render(given, listed, options)
-        # Check for each role that the template writes names: render again without the names of that role.
-        named = [place for place, m in enumerate(messages) if m.name is not None and m.role != "tool"]
-        for role, place in {roles[place]: place for place in reversed(named)}.items():
-            nameless = [{k: v for k, v in m.items() if k != "name" or m["role"] != role} for m in given]
-            if self._render(nameless, listed, options) == text:
-                name = f"messages.{place}.name"
-                raise RefusedError(400, f"{name} is not supported: the model's chat template ignores it", name)
-        return text
+        given = {
+            "messages": with_names([message.as_dict() for message in body.messages or ()]),
+            "tools": [tool.as_dict() for tool in body.offered],
+            "options": {**body.template_options, **variables},
+        }
+        try:
+            hidden = self._control_tokens.hide(given)
+            text = self._render(**hidden.given)
+            whole = self._render(**given) if hidden.placeholders else text
+        except RecursionError:
+            raise RefusedError(400, "the tools are nested too deeply", "tools") from None
+        return RenderedChat(whole, text, hidden, self._thinks(body, text))
 
-    def thinks(self, prompt: str) -> Thinks | None:
+    def encode(self, chat: RenderedChat) -> list[int]:
+        """Token ids of a chat's prompt. Control tokens that the client wrote are ordinary text."""
+        ids = self._control_tokens.encode(chat.text_with_placeholders, chat.hidden)
+        return ids if ids is not None else self._engine.encode(chat.text, is_rendered=True)
+
+    def _thinks(self, body: ChatPrompt, prompt: str) -> Thinks | None:
         """Whether an answer may begin with reasoning, or the prompt has begun the reasoning already."""
         if not self.splits_reasoning:
             return None
-        return "does" if prompt.rstrip().endswith("<think>") else "may"
+        begun = body.messages[-1].text if body.continue_final_message and body.messages else ""
+        is_open = begun.rfind("<think>") > begun.rfind("</think>") or prompt.rstrip().endswith("<think>")
+        return "does" if is_open else "may"
 
     def kept_ids(self, has_tools: bool, thinks: Thinks | None) -> frozenset[int]:
         """Special tokens that the parser of an answer looks for, and that must therefore stay in its text."""
@@ -87,6 +102,8 @@ class ChatTemplate:
         return frozenset(self.marker_ids[marker] for marker in markers if marker in self.marker_ids)
 
     def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
+        if not self.renders_tools:
+            messages, tools = without_tools(messages, tools), []
         try:
             return self._engine.render_chat(messages, **({"tools": tools} if tools else {}), **options)
         except GraftError as error:

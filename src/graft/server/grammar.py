@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
 _NUM_THREADS = 2
+_MAX_REASON = 200  # characters of an error
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ class GrammarSpec:
         try:
             return cls("JSON schema", json.dumps(schema), param)
         except (ValueError, RecursionError) as error:
-            raise GraftError(f"this JSON schema cannot be used: {error}") from error
+            raise GraftError(f"{param} cannot be used: {error}") from error
 
     @classmethod
     def choice(cls, texts: Sequence[str], param: str) -> GrammarSpec:
@@ -70,13 +72,13 @@ class Grammars:
         Raises a GraftError if the grammar is invalid, empty, too large or too slow to compile, and a SchemasBusyError
         if no compiler thread becomes free.
         """
-        what, size = f"this {spec.kind}", len(spec.text)
+        size = len(spec.text)
         if size > MAX_SIZE:
-            raise GraftError(f"{what} has {size} characters, more than the {MAX_SIZE} allowed here")
+            raise GraftError(f"{spec.param} has {size} characters, more than the {MAX_SIZE} allowed here")
         try:
             return await self._threads.run(lambda: self._compiled(spec), _MAX_SECONDS)
         except TimeoutError:
-            raise GraftError(f"{what} takes longer than {_MAX_SECONDS:g} s to compile: make it simpler") from None
+            raise GraftError(f"{spec.param} takes longer than {_MAX_SECONDS:g} s to compile: make it simpler") from None
 
     def _compiled(self, spec: GrammarSpec) -> LLMatcher:
         try:
@@ -88,24 +90,51 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(spec.text)
             error = LLMatcher.validate_grammar(grammar, self._tokenizer)
             if not error:
-                return LLMatcher(self._tokenizer, grammar, log_level=0)
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                error = _error_at_start(matcher)
+                if not error:
+                    return matcher
         except BaseException as caught:  # many kinds of errors, and panics, which are not an `Exception`
             error = str(caught)
-        raise GraftError(f"this {spec.kind} cannot be used: {' '.join(error.split())}")
+        raise GraftError(f"{spec.param} cannot be used: {_reason(error)}")
 
-    def constraint(self, grammar: LLMatcher) -> GrammarConstraint:
-        return GrammarConstraint(grammar.deep_copy())
+    def constraint(self, grammar: LLMatcher, param: str = "response_format") -> GrammarConstraint:
+        """A new answer's state in a grammar. param: the request's field that the grammar comes from."""
+        return GrammarConstraint(grammar.deep_copy(), param)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token, which may be part of a character."""
         return bytes(self._tokenizer.decode_bytes([token]))
 
 
+def _error_at_start(matcher: LLMatcher) -> str:
+    """llguidance's words if nothing fits the grammar, or only a text without end does; else empty."""
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    if not probe.is_error():
+        probe.consume_tokens(probe.compute_ff_tokens()[:1])  # a token that must come, if there is one
+    return str(probe.get_error()) if probe.is_error() else ""
+
+
+def _reason(error: str) -> str:
+    """llguidance's error as one short line, without its state and its source."""
+    error = error.partition("<state>")[0].strip()
+    if error.startswith("NoExtensionBias"):
+        return "nothing fits it"
+    if "Too many items" in error:
+        return "it asks for a text without end, or is too complex"
+    if found := re.search(r"^error: (.*)", error, re.MULTILINE):  # of a regular expression
+        return f"invalid regular expression: {found[1]}"
+    lines = [line for line in error.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]  # not excerpts of the source
+    words = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", " ".join(" ".join(lines).split()))
+    return words if len(words) <= _MAX_REASON else words[:_MAX_REASON] + "..."
+
+
 class GrammarConstraint:
     """One answer's state in its grammar; implements the constraint of `graft.model.grammar`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, param: str = "response_format") -> None:
+        self._matcher, self._param = matcher, param
         self._ended = False
         self.error: str | None = None
 
@@ -119,9 +148,7 @@ class GrammarConstraint:
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(scores)].astype(bool))
         masked = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if not bool(masked.isfinite().any()):
-            self.error = (
-                "the grammar cannot be followed: the request's other settings forbid every token that it allows here"
-            )
+            self._fail("the request's other settings forbid every token that it allows here")
             return scores
         return masked
 
@@ -139,15 +166,18 @@ class GrammarConstraint:
 
     def _has_failed(self) -> bool:
         if self.error is None and self._ask(lambda: self._matcher.is_error()):
-            self.error = f"the grammar failed: {self._ask(lambda: self._matcher.get_error())}"
+            self._fail(_reason(str(self._ask(lambda: self._matcher.get_error()))))
         return self.error is not None
+
+    def _fail(self, reason: str) -> None:
+        self.error = f"{self._param} cannot be followed: {reason}"
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """Call the matcher. A panic in it is not an `Exception`; it ends this answer only."""
         try:
             return question()
         except BaseException as error:
-            self.error = f"the grammar failed: {error}"
+            self._fail(_reason(str(error)))
             return None
 
 

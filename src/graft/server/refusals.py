@@ -25,9 +25,10 @@ def _described(status: int) -> tuple[str, str | None, str]:
     return _STATUSES.get(status, usual)
 
 
-def error_body(status: int, message: str, param: str | None = None) -> Json:
-    kind, code, _ = _described(status)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:
+    """code: instead of the usual one of the status."""
+    kind, usual_code, _ = _described(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or usual_code}}
 
 
 def reason_for(status: int) -> str:
@@ -52,18 +53,28 @@ class RefusedError(Exception):
     is_counted = False  # in the metrics and in the log already
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, *, reason: str | None = None, **headers: str
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        reason: str | None = None,
+        **headers: str,
     ) -> None:
-        """reason: for the log, without anything that the client wrote; by default made of status and param."""
+        """param: the field that is wrong. code: instead of the usual one of the status.
+
+        reason: for the log, without anything that the client wrote; by default made of status and param.
+        """
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
         self.details: Json = {}  # further fields of the body
         self.reason = reason or _log_reason(status, message, param)
 
     @property
     def body(self) -> Json:
-        return self.details | error_body(self.status, self.message, self.param)
+        return self.details | error_body(self.status, self.message, self.param, self.code)
 
 
 class FailedError(RefusedError):

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
 from graft.server.answers import ChatAnswers, dump_json, speculation
+from graft.server.inert_fields import Effort, InertResponses
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
-    Bool,
     ChatRequest,
     FunctionChoice,
     FunctionTool,
     JsonSchema,
-    No,
     RequestBody,
     StreamOptions,
-    Strict,
-    Text,
 )
+from graft.server.strict import Bool, Strict, Text, only
 from graft.server.tool_parsers import Arguments, CallStart, Content, Piece
 
 
@@ -81,6 +79,32 @@ class ResponseToolChoice(FunctionChoice):
     type: Literal["function"]
 
 
+class ResponseAllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(min_length=1, max_length=128)]
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    summary: Text | None = None  # there is none: reasoning comes whole
+    generate_summary: Text | None = None
+    context: Text | None = None
+    mode: Annotated[Any, only("standard")] = None
+
+
+# What the response could include, if it had any of it. Log-probabilities are not among them.
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+
+
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
@@ -94,13 +118,25 @@ class TextFormat(JsonSchema):
 
 class ResponseText(Strict):
     format: TextFormat | None = None
+    verbosity: Annotated[Any, only("medium")] = None
 
 
 class ResponseStreamOptions(Strict):
     include_obfuscation: Bool | None = False
 
 
-class ResponsesRequest(RequestBody):
+class ResponseChat(ChatRequest):
+    """A request for a response as a chat. Its errors name the fields of the response."""
+
+    prompt_field: ClassVar[str] = "input"
+    format_field: ClassVar[str] = "text.format"
+
+    @property
+    def length_field(self) -> str:
+        return "max_output_tokens"
+
+
+class ResponsesRequest(RequestBody, InertResponses):
     """A request for a response.
 
     What would need stored state is refused: previous_response_id, conversation, background.
@@ -118,13 +154,12 @@ class ResponsesRequest(RequestBody):
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    parallel_tool_calls: Bool | None = True
-    background: No | None = None
-    truncation: Literal["disabled"] | None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
+    parallel_tool_calls: Bool | None = None
+    reasoning: ResponseReasoning | None = None
+    include: Annotated[list[Includable], Field(max_length=16)] | None = None
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat(self) -> ResponseChat:
         """This request as a chat completion."""
         given: Json = {name: getattr(self, name) for name in _SAME}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
@@ -132,9 +167,8 @@ class ResponsesRequest(RequestBody):
             given["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
             ]
-        choice = self.tool_choice
-        named = isinstance(choice, ResponseToolChoice)
-        given["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+        given["tool_choice"] = _chat_choice(self.tool_choice)
+        given["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
         if self.stream_options is not None:
             given["stream_options"] = {"include_obfuscation": self.stream_options.include_obfuscation}
         form = self.text.format if self.text is not None else None
@@ -144,7 +178,7 @@ class ResponsesRequest(RequestBody):
                 schema = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
                 given["response_format"]["json_schema"] = schema
         try:
-            return ChatRequest.model_validate(given)
+            return ResponseChat.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             raise RefusedError(400, str(first["msg"]).removeprefix("Value error, ")) from error
@@ -181,6 +215,16 @@ class ResponsesRequest(RequestBody):
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "speculate", "metadata",
 )  # fmt: skip
+
+
+def _chat_choice(choice: str | ResponseToolChoice | ResponseAllowedTools | None) -> str | Json | None:
+    """A tool choice as a chat completion has it."""
+    if isinstance(choice, ResponseToolChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, ResponseAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _reasoning_message(thought: str | None) -> Json:

@@ -3,95 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import cache
-from itertools import islice
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from graft.server.grammar import GrammarSpec
+from graft.server.inert_fields import Effort, InertChat, InertFields, InertSampling, NoEntries, Off
+from graft.server.strict import Bool, InParts, JsonObject, SchemaObject, Strict, Text, TokenIds, only
 
-SEED_LIMIT = 2**62 - 2**16  # further answers of a request use the seeds after its own
+_SEED_LIMIT = 2**62 - 2**16  # of the sampler; further answers of a request use the seeds after its own
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # keys of JSON objects are strings
-Text = Annotated[str, Field(strict=True)]
-Bool = Annotated[bool, Field(strict=True)]
 _Pattern = Annotated[str, Field(strict=True, min_length=1)]
-
-
-def _is_bool(value: Any) -> Any:
-    """Refuse 0 and 1, which equal False and True."""
-    if type(value) is not bool:
-        raise ValueError("give true or false")
-    return value
-
-
-def _is_valid_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse NaN and 1e999, which Python reads and valid JSON cannot hold."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError as error:
-        raise ValueError("it holds a number that is not finite") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value
-
-
-def _check_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check an object's entries a few at a time, up to the first bad ones."""
-    if not isinstance(given, dict):
-        return check(given)
-    entries = iter(given.items())
-    checked: dict[Any, Any] = {}
-    while part := dict(islice(entries, 16)):
-        checked |= check(part)
-    return checked
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_is_valid_json)]
-# Unbounded lists and objects fail at the first bad entries: an error for every entry would take much time and memory.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-_InParts = WrapValidator(_check_in_parts)  # not every version of pydantic has fail_fast for objects
-Metadata = Annotated[dict[Text, Text], _InParts]
-_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], _InParts]
-_Variables = Annotated[dict[Text, bool | int | float | Text], _InParts]
+_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], InParts]
+_Variables = Annotated[dict[Text, bool | int | float | Text], InParts]
 _StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the end of the text at every token
-No = Annotated[Literal[False], BeforeValidator(_is_bool)]  # for unsupported options that a client may switch off
-
-
-class Strict(BaseModel):
-    # In the JSON schema, unknown fields may be null, which means absent.
-    model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        """Remove nulls: clients send them for fields that they do not set, even unknown ones."""
-        if not isinstance(given, dict):
-            return given
-        present = {name: value for name, value in given.items() if value is not None}
-        unknown = present.keys() - cls._known_names()
-        if len(unknown) > 1:  # keep only the first: one error is enough
-            first = next(name for name in present if name in unknown)
-            return {name: value for name, value in present.items() if name == first or name not in unknown}
-        return present
-
-    @classmethod
-    @cache
-    def _known_names(cls) -> frozenset[str]:
-        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Strict):
@@ -119,7 +45,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    json_: JsonObject | None = Field(default=None, alias="json")
+    json_: SchemaObject | None = Field(default=None, alias="json")
     regex: _Pattern | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
 
@@ -130,25 +56,19 @@ class StructuredOutputs(Strict):
         return self
 
 
-class RequestBody(Strict):
-    """Fields of completions and responses: OpenAI's (some of them without effect), and Graft's own."""
+class RequestBody(InertFields):
+    """Fields of completions and responses: OpenAI's, and Graft's own."""
 
     model: Text | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
-    seed: Annotated[int, Field(strict=True, gt=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: Bool | None = False
-    user: Text | None = None
-    store: No | None = None  # nothing is stored
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
+    user: Text | None = None  # see --learning
     speculate: Bool | None = True  # False: plain decoding
 
 
-class Sampling(RequestBody):
+class Sampling(RequestBody, InertSampling):
     """More fields of both kinds of completion: OpenAI's, vLLM's and Graft's own."""
 
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
@@ -165,21 +85,24 @@ class Sampling(RequestBody):
     min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = 0
     ignore_eos: Bool | None = False
     stop_token_ids: TokenIds | None = None
+    guided_json: SchemaObject | None = None
     guided_regex: _Pattern | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
-    structured_outputs: StructuredOutputs | None = None  # newer name of the same
+    structured_outputs: StructuredOutputs | None = None  # newer name of the guided fields
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     return_rounds: Bool | None = False  # add every round's tree and each token's origin
+
+    format_field: ClassVar[str] = "response_format"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options requires stream")
         if sum(value is not None for value in self._constraints) > 1:
-            raise ValueError("give only one of response_format, guided_regex, guided_choice and structured_outputs")
+            raise ValueError(f"give only one of {', '.join(_CONSTRAINTS[:-1])} and {_CONSTRAINTS[-1]}")
         if self.is_constrained and (self.ignore_eos or self.min_tokens):
             raise ValueError(
-                "ignore_eos and min_tokens cannot be combined with a response_format, which ends the answer"
+                f"ignore_eos and min_tokens cannot be combined with {self.format_field}, which ends the answer"
             )
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs cannot be combined with stream")
@@ -192,7 +115,7 @@ class Sampling(RequestBody):
 
     @property
     def _constraints(self) -> tuple[Any, ...]:
-        return self.response_schema, self.guided_regex, self.guided_choice, self.structured_outputs
+        return self.response_schema, *(getattr(self, name) for name in _CONSTRAINTS[1:])
 
     @property
     def response_schema(self) -> dict[str, Any] | None:
@@ -207,8 +130,10 @@ class Sampling(RequestBody):
     def grammar_spec(self) -> GrammarSpec | None:
         """The grammar of the answer, if there is one."""
         if self.response_schema is not None:
-            return GrammarSpec.schema(self.response_schema)
+            return GrammarSpec.schema(self.response_schema, self.format_field)
         asked = self.structured_outputs or StructuredOutputs.model_construct()
+        if self.guided_json is not None:
+            return GrammarSpec.schema(self.guided_json, "guided_json")
         if asked.json_ is not None:
             return GrammarSpec.schema(asked.json_, "structured_outputs")
         regex, choice = self.guided_regex or asked.regex, self.guided_choice or asked.choice
@@ -231,6 +156,13 @@ class Sampling(RequestBody):
         wanted = self.response_format.json_schema if self.response_format is not None else None
         return wanted is not None and wanted.strict is False
 
+    @property
+    def sampler_seed(self) -> int | None:
+        """The seed, or one of the sampler's range for a seed outside of it."""
+        if self.seed is None or abs(self.seed) < _SEED_LIMIT:
+            return self.seed
+        return self.seed % _SEED_LIMIT
+
     def settings(self, max_new_tokens: int, logprobs: int | None) -> dict[str, Any]:
         """Keywords for `SamplingSettings`, without null fields, which take the default there."""
         given = {
@@ -239,14 +171,16 @@ class Sampling(RequestBody):
             "top_k": max(self.top_k or 0, 0),
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "seed": self.sampler_seed,
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
             **{name: getattr(self, name) for name in _SAME},
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
+_CONSTRAINTS = ("response_format", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
 _SAME = (
-    "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
+    "top_p", "n", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
     "min_tokens", "ignore_eos", "stop_token_ids",
 )  # fmt: skip
 
@@ -286,6 +220,18 @@ class ToolChoice(Strict):
     function: FunctionChoice
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=128)]
+
+
+class AllowedToolChoice(Strict):
+    """Some of the tools, one of which may or must be called. All of them stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(Strict):
     """An earlier call, with the name and arguments as the model wrote them."""
 
@@ -317,18 +263,19 @@ class ToolCall(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None = None
-    name: Text | None = None  # refused if the model's chat template ignores it
+    name: Text | None = None  # for chat templates; most ignore it
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None  # newer name of the same
     annotations: list[Any] | None = None  # of an answer's text; ignored
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.role != "assistant" and self.content is None:
             raise ValueError("content is missing")
-        for name in ("refusal", "annotations", "tool_calls", "reasoning_content"):
+        for name in ("refusal", "annotations", "tool_calls", "reasoning_content", "reasoning"):
             if self.role != "assistant" and getattr(self, name):
                 raise ValueError(f"{name} requires the role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -343,55 +290,103 @@ class Message(Strict):
     def as_dict(self) -> dict[str, Any]:
         """For chat templates."""
         role = "system" if self.role == "developer" else self.role
-        more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        more = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        thought = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if thought is not None:
+            more["reasoning_content"] = thought
         if self.tool_calls:
             more["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         return {"role": role, "content": self.text, **more}
 
 
-class ChatRequest(Sampling):
+class ChatPrompt(Strict):
+    """The fields that a chat's prompt is made of."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: _Variables | None = None
+    add_generation_prompt: Bool | None = None  # True, unless the last message is continued
+    continue_final_message: Bool | None = False  # the answer continues the last message, which is an assistant's
+
+    @model_validator(mode="after")
+    def _can_be_continued(self) -> Self:
+        if not self.continue_final_message:
+            return self
+        last = self.messages[-1] if self.messages else None
+        if self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+        if last is None or last.role != "assistant" or not last.text or last.tool_calls:
+            raise ValueError("continue_final_message requires a last message of the assistant with text and no calls")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools in the prompt."""
+        return self.tools or []
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Keywords for the chat template, without the client's own."""
+        if self.continue_final_message:
+            return {"continue_final_message": True, "add_generation_prompt": False}
+        return {} if self.add_generation_prompt is not False else {"add_generation_prompt": False}
+
+
+class ChatRequest(Sampling, ChatPrompt, InertChat):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None  # goes before max_tokens
     logprobs: Bool | None = False
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: Bool | None = True  # False: at most one call
-    chat_template_kwargs: _Variables | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
+    parallel_tool_calls: Bool | None = None  # False: at most one call. True: a forced answer may have several
+    reasoning_effort: Effort | None = None
+
+    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have the same name")
-        choice = self.tool_choice
-        if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
-        if choice == "required" and not names:
+        unknown = [name for name in self.chosen_names or () if name not in names]
+        if unknown:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+        if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice requires tools")
         if self.must_call and self.is_constrained:
-            raise ValueError("response_format cannot be combined with a tool_choice that forces a call")
+            raise ValueError(f"{self.format_field} cannot be combined with a tool_choice that forces a call")
         if self.offered and self.is_constrained and self.response_schema is None:
-            raise ValueError("guided_regex, guided_choice and structured_outputs cannot be combined with tools")
+            raise ValueError("guided fields and structured_outputs cannot be combined with tools")
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
             raise ValueError(
                 "ignore_eos and min_tokens cannot be combined with calls that are forced, strict or not parallel"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
 
     @property
+    def chosen_names(self) -> list[str] | None:
+        """The functions that tool_choice names; None: it names none."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [choice.function.name]
+        if isinstance(choice, AllowedToolChoice):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
+
+    @property
     def must_call(self) -> bool:
-        return isinstance(self.tool_choice, ToolChoice) or self.tool_choice == "required"
+        choice = self.tool_choice
+        is_required = isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "required"
+        return isinstance(choice, ToolChoice) or choice == "required" or is_required
 
     @property
     def constrains_calls(self) -> bool:
         """Whether a grammar constrains the calls, and so decides where the answer ends."""
         is_strict = any(tool.function.strict for tool in self.callable)
-        return bool(self.callable) and (self.must_call or is_strict or self.parallel_tool_calls is False)
+        is_narrowed = len(self.callable) < len(self.offered)
+        return bool(self.callable) and (self.must_call or is_strict or is_narrowed or self.parallel_tool_calls is False)
 
     @property
     def offered(self) -> list[Tool]:
@@ -401,18 +396,32 @@ class ChatRequest(Sampling):
     @property
     def callable(self) -> list[Tool]:
         """Tools that the model may call."""
-        choice = self.tool_choice
-        if isinstance(choice, ToolChoice):
-            return [tool for tool in self.offered if tool.function.name == choice.function.name]
-        return self.offered
+        names = self.chosen_names
+        return [tool for tool in self.offered if names is None or tool.function.name in names]
 
     @property
     def max_calls(self) -> int:
-        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice) else 1 << 10
+        """A forced answer has one call unless several are asked for: nothing else would end it."""
+        if isinstance(self.tool_choice, ToolChoice) or self.parallel_tool_calls is False:
+            return 1
+        return 1 << 10 if not self.must_call or self.parallel_tool_calls else 1
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = super().template_options
+        if self.reasoning_effort is not None:  # templates have the one variable, the other, or none
+            options["reasoning_effort"] = self.reasoning_effort
+            options["enable_thinking"] = self.reasoning_effort != "none"
+        return options
 
     @property
     def requested_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def length_field(self) -> str:
+        """The field that limits the answer."""
+        return "max_tokens" if self.max_completion_tokens is None and self.max_tokens else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -429,8 +438,12 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 requires echo or prompt_logprobs
     echo: Bool | None = False
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    add_special_tokens: Bool | None = True  # such as the one that begins a text
+    best_of: Annotated[Any, only(1)] = None
+    suffix: Annotated[Any, only("")] = None
+
+    prompt_field: ClassVar[str] = "prompt"
+    length_field: ClassVar[str] = "max_tokens"
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -465,23 +478,25 @@ class CompletionRequest(Sampling):
         return self.prompt
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(ChatPrompt):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    chat_template_kwargs: _Variables | None = None
+    add_special_tokens: Bool | None = None
+    return_token_strs: Off = None
+    mm_processor_kwargs: NoEntries = None
 
-    @property
-    def offered(self) -> list[Tool]:
-        return self.tools or []
+    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
-        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("tools and chat_template_kwargs require messages")
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            if self.prompt is not None and getattr(self, name):
+                raise ValueError(f"{name} requires messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens requires prompt: a chat template writes its own")
         return self
 
 

@@ -24,14 +24,15 @@ from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatAnswers, Echo, TextAnswers, dump_json
 from graft.server.chat import ChatTemplate, Thinks
-from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
+from graft.server.connection import EVENT_STREAM
+from graft.server.grammar import GrammarConstraint, Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
 from graft.server.startup import Startup
 from graft.server.tool_formats import Function, call_grammar
-from graft.server.tool_parsers import Parser, PlainText, Thinking
+from graft.server.tool_parsers import CallsOnly, Parser, PlainText, Thinking
 
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
 _LONG_TEXT = 20_000  # characters
@@ -44,6 +45,7 @@ _MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
 MakeAnswers = Callable[..., Answers]
+NewConstraint = Callable[[], GrammarConstraint]
 
 
 class AsciiJson(JSONResponse):
@@ -119,11 +121,17 @@ class Serving:
         worker = self._workers[size > _LONG_TEXT]
         return await asyncio.get_running_loop().run_in_executor(worker, work)
 
-    async def encode(self, prompt: str | list[int]) -> list[int]:
-        self.check_size(prompt if isinstance(prompt, str) else "")
-        return await self.off_loop(lambda: self.engine.encode(prompt), len(prompt))
+    async def encode(self, prompt: str | list[int], field: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or ids that are checked. field: where the request has them."""
+        self.check_size(prompt if isinstance(prompt, str) else "", field)
+        try:
+            return await self.off_loop(
+                lambda: self.engine.encode(prompt, is_rendered=not add_special_tokens), len(prompt)
+            )
+        except GraftError as error:
+            raise RefusedError(400, str(error), field) from error
 
-    def check_size(self, text: str) -> None:
+    def check_size(self, text: str, field: str) -> None:
         """Refuse a prompt so long that tokenizing it would keep other requests waiting."""
         most = self.settings.max_prompt_bytes
         if most is None:
@@ -136,7 +144,7 @@ class Serving:
             context = self.engine.target.max_positions
             if context is not None:
                 message += f": the model's context holds {context} tokens"
-            raise RefusedError(400, message, "prompt")
+            raise RefusedError(400, message, field)
 
     def check_model(self, asked: str | None) -> None:
         if asked not in (None, self.model_name):
@@ -144,13 +152,10 @@ class Serving:
 
     async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[list[int], Thinks | None]:
         """Token ids of messages and tools, and whether the answer begins with reasoning."""
-        messages, tools = body.messages or [], body.offered
-        options = body.chat_template_kwargs or {}
-        size = sum(len(message.text) for message in messages)
-        text = await self.off_loop(lambda: self.template.render(messages, tools, options), size)
-        self.check_size(text)
-        ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
-        return ids, self.template.thinks(text)
+        size = sum(len(message.text) for message in body.messages or ())
+        chat = await self.off_loop(lambda: self.template.render(body), size)
+        self.check_size(chat.text, body.prompt_field)
+        return await self.off_loop(lambda: self.template.encode(chat), len(chat.text)), chat.thinks
 
     async def answer_chat(self, body: ChatRequest, request: Request, kind: MakeAnswers = ChatAnswers) -> Response:
         """Answer messages. kind: makes the answers, by default those of a chat completion."""
@@ -200,6 +205,8 @@ class Serving:
 
         def make() -> Parser:
             calls = self.template.format.parser(functions) if functions else None
+            if calls is not None and body.must_call:
+                calls = CallsOnly(calls)
             return Thinking(thinks == "does", calls) if thinks is not None else calls or PlainText()
 
         return make
@@ -207,7 +214,8 @@ class Serving:
     async def answer_text(self, body: CompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
         self.check_model(body.model)
-        prompts = [await self.encode(prompt) for prompt in body.prompts]
+        adds = body.add_special_tokens is not False
+        prompts = [await self.encode(prompt, body.prompt_field, adds) for prompt in body.prompts]
         echoed: list[str] = []
         if body.echo:
             echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
@@ -239,9 +247,11 @@ class Serving:
         num_scores = self._num_prompt_logprobs(body, prompts)
         updates: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
-        grammar = await self._grammar(spec, body.is_lenient)
+        new_constraint = await self._grammar(spec, body.is_lenient)
         size = sum(map(len, prompts))
-        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar, kept) for prompt in prompts], size)
+        jobs = await self.off_loop(
+            lambda: [self._job(body, prompt, tenant, new_constraint, kept) for prompt in prompts], size
+        )
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
             job.listener = _forward_to(updates, number)
@@ -258,6 +268,7 @@ class Serving:
             first = await _unless_disconnected(request, anext(events))
             if first is None:
                 return Response(status_code=_CLIENT_GONE)
+            request.scope[EVENT_STREAM] = True
             return StreamingResponse(_stream(answers, first, events, options), media_type="text/event-stream")
         whole = await _unless_disconnected(request, self._whole_response(answers, events, num_scores))
         return whole if whole is not None else Response(status_code=_CLIENT_GONE)
@@ -281,17 +292,18 @@ class Serving:
             raise RefusedError(400, f"{message}: ask for fewer alternatives, answers or prompts", name)
         return count
 
-    async def _grammar(self, spec: GrammarSpec | None, is_lenient: bool) -> Any | None:
-        """The compiled grammar. is_lenient: if the grammar is invalid, allow any JSON."""
+    async def _grammar(self, spec: GrammarSpec | None, is_lenient: bool) -> NewConstraint | None:
+        """Makes the constraint of an answer, if it has a grammar. is_lenient: if that is invalid, allow any JSON."""
         if spec is None:
             return None
         try:
             try:
-                return await self.grammars.compile(spec)
+                compiled = await self.grammars.compile(spec)
             except GraftError as error:
-                if is_lenient:
-                    return await self.grammars.compile(GrammarSpec.schema({}))
-                raise RefusedError(400, str(error), spec.param) from error
+                if not is_lenient:
+                    raise RefusedError(400, str(error), spec.param) from error
+                compiled = await self.grammars.compile(GrammarSpec.schema({}))
+            return partial(self.grammars.constraint, compiled, spec.param)
         except SchemasBusyError as error:
             raise RefusedError(503, f"{error}; try again later", spec.param, Retry_After="5") from error
 
@@ -300,18 +312,20 @@ class Serving:
         body: ChatRequest | CompletionRequest,
         prompt: list[int],
         tenant: str,
-        grammar: Any | None,
+        new_constraint: NewConstraint | None,
         kept: frozenset[int],
     ) -> Job:
-        settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
+        num_tokens = self._max_new_tokens(body, prompt)
+        self._check_context(body, len(prompt), num_tokens)
+        settings = SamplingSettings.of(body.settings(num_tokens, body.num_logprobs))
         sequences = self.engine.new_sequences(prompt, settings, kept)
         for sequence in sequences:
             sequence.speculates = body.speculate is not False
             sequence.is_recorded = bool(body.return_rounds)
             sequence.owner = self._owner(tenant)
             sequence.num_prompt_logprobs = body.num_prompt_logprobs
-            if grammar is not None:
-                sequence.constraint = self.grammars.constraint(grammar)
+            if new_constraint is not None:
+                sequence.constraint = new_constraint()
         job = Job(sequences, lambda updates: None, salt=tenant)
         self.scheduler.check(job)
         return job
@@ -320,15 +334,26 @@ class Serving:
         asked: int | None = body.requested_tokens
         most, settings = self.settings.max_prompt_tokens, self.settings
         if most is not None and len(prompt) > most:
-            raise RefusedError(400, f"the prompt has {len(prompt)} tokens, more than the {most} allowed here", "prompt")
+            message = f"the prompt has {len(prompt)} tokens, more than the {most} allowed here"
+            raise RefusedError(400, message, body.prompt_field)
         if asked is not None:
             if asked > settings.max_tokens:
-                message = f"max_tokens is {asked}, more than the {settings.max_tokens} allowed here"
-                raise RefusedError(400, message, "max_tokens")
+                message = f"{body.length_field} is {asked}, more than the {settings.max_tokens} allowed here"
+                raise RefusedError(400, message, body.length_field)
             return asked
         room = (self.engine.target.max_positions or 1 << 30) - len(prompt)
-        # If the prompt leaves no room, ask for one token: the scheduler refuses it with a clear message.
         return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
+
+    def _check_context(self, body: ChatRequest | CompletionRequest, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Refuse a prompt that with its answer is longer than the model's context, in the words of the API."""
+        limit = self.engine.target.max_positions
+        if limit is None or num_prompt_tokens + num_tokens <= limit:
+            return
+        message = f"the model's maximum context length is {limit} tokens, and the prompt has {num_prompt_tokens}"
+        if num_prompt_tokens < limit:
+            message += f": {body.length_field} can be at most {limit - num_prompt_tokens}, not {num_tokens}"
+        field = body.prompt_field if num_prompt_tokens >= limit else body.length_field
+        raise RefusedError(400, message, field, code="context_length_exceeded")
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
         """The group that shares prefix cache and learning: everybody, one key, or one user of a key."""

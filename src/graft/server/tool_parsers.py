@@ -136,6 +136,22 @@ class Thinking(Parser):
         return self._then.feed(text) if text else []
 
 
+class CallsOnly(Parser):
+    """The calls that another parser finds. Where a call is forced, all else is the markup of a call that was cut."""
+
+    def __init__(self, calls: Parser) -> None:
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._without_text(self._calls.feed(text))
+
+    def finish(self) -> list[Piece]:
+        return self._without_text(self._calls.finish())
+
+    def _without_text(self, pieces: list[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if not isinstance(piece, Content)]
+
+
 class _CallParser(Parser):
     """Base of the parsers of calls. It numbers the calls and holds white space back, which a call may follow."""
 
