@@ -81,6 +81,14 @@ class ServeSettings(SchedulerSettings):
         return "key" if len(set(self.api_keys)) > 1 else "shared"
 
     @property
+    def shows_all_guesses(self) -> bool:
+        """Whether round records include rejected guesses that may be other users' text.
+
+        Without keys, and unless learning is kept apart, the server treats all who reach it as one user.
+        """
+        return not self.api_keys and self.sharing == "shared"
+
+    @property
     def is_local(self) -> bool:
         try:
             return ipaddress.ip_address(self.host).is_loopback
