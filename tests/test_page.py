@@ -70,12 +70,17 @@ def _is_trouble(message):
 
 def ask(page, text, longest=30, temperature=0):
     if page.locator("#max-tokens").input_value() != str(longest):
-        page.locator("#settings summary").click()
-        page.fill("#max-tokens", str(longest))
-        page.fill("#temperature", str(temperature))
-        page.locator("#settings summary").click()
+        setting(page, max_tokens=longest, temperature=temperature)
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
+
+
+def setting(page, **values):
+    page.click("#open-settings")
+    for name, value in values.items():
+        page.fill(f"#{name.replace('_', '-')}", str(value))
+    page.keyboard.press("Escape")
+    page.locator("#settings").wait_for(state="hidden")
 
 
 def wait_for_the_end(page):
@@ -149,7 +154,7 @@ def in_view(page, selector):
 
 
 def test_the_pages_files_are_all_that_is_served_whatever_the_query_asks_for(url):
-    for path in ("/", "/page.css", "/page.js", "/answer.js", "/markdown.js", "/vendor/marked.js"):
+    for path in ("/", "/page.css", "/page.js", "/answer.js", "/chats.js", "/vendor/marked.js"):
         plain = httpx.get(url + path)
         assert plain.status_code == 200 and plain.headers["content-security-policy"].startswith("default-src 'self'")
         assert httpx.get(url + path, params={"file": __file__}).content == plain.content
@@ -217,7 +222,7 @@ def test_the_first_visit_offers_examples_a_race_and_the_legend(open_page):
     page = open_page()
     assert page.locator("#examples button").count() == 3 and page.locator(".lead").inner_text().count(".") == 1
     legend = page.locator("#legend li").all_inner_texts()
-    assert legend == ["guessed by the small head", "copied from earlier text", "seen before", "written by the model"]
+    assert legend == ["guessed by a small network", "copied from earlier text", "seen before", "written by the model"]
     answering(page, a_round(("Light.", "model")))
     page.locator("#examples button").first.click()
     wait_for_the_end(page)
