@@ -22,10 +22,15 @@ function names() {
 export function readChat(id) {
   try {
     const chat = JSON.parse(lasting.getItem(PREFIX + id));
-    return Array.isArray(chat?.turns) && chat.turns.length ? chat : null;
+    return chat.turns.length && chat.turns.every(isSound) ? chat : null;
   } catch {
     return null;
   }
+}
+
+function isSound({ prompt, settings, answers }) {
+  const isAnswer = ({ text, rounds }) => typeof text === "string" && rounds.every((round) => Array.isArray(round.new));
+  return typeof prompt === "string" && settings.sampling !== undefined && answers.length > 0 && answers.every(isAnswer);
 }
 
 // All of them, the latest first: [{id, when, title}]
@@ -34,7 +39,7 @@ export function listChats() {
   for (const name of names()) {
     const id = name.slice(PREFIX.length);
     const chat = readChat(id);
-    if (chat) found.push({ id, when: chat.when, title: String(chat.turns[0].prompt) });
+    if (chat) found.push({ id, when: chat.when, title: chat.turns[0].prompt });
     else lasting.removeItem(name);
   }
   return found.sort((a, b) => b.when - a.when);

@@ -211,17 +211,11 @@ export async function forgetAll() {
 
 // Shows the conversation that this tab was about, if it is still kept.
 export function restore() {
-  try {
-    for (const told of readChat(currentChat())?.turns ?? []) {
-      const turn = new Turn(told.prompt, told.racing, told.settings, actions);
-      turn.restore(told);
-      turns.push(turn);
-      $("messages").append(turn.box);
-    }
-  } catch { // another version kept it, or it is damaged
-    forgetChat(currentChat());
-    document.querySelectorAll(".turn").forEach((box) => box.remove());
-    turns = [];
+  for (const told of readChat(currentChat())?.turns ?? []) {
+    const turn = new Turn(told.prompt, told.racing, told.settings, actions);
+    turn.restore(told);
+    turns.push(turn);
+    $("messages").append(turn.box);
   }
   $("welcome").hidden = turns.length > 0;
   show(turns.at(-1)?.answer ?? null);
