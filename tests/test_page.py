@@ -451,6 +451,16 @@ def test_a_race_ends_with_a_headline_two_bars_and_the_same_text(open_page):
     assert in_view(page, ".verdict")
 
 
+def test_after_a_race_its_verdict_comes_into_view_also_where_scrolling_is_smooth(open_page):
+    page = open_page(viewport=PHONE, reduced_motion="no-preference")
+    page.check("#race")
+    racing(page, *[a_round((f"line {number}\n\n", "drafted")) for number in range(40)])
+    ask(page, "long")
+    page.locator(".headline b").wait_for()
+    page.wait_for_function("document.querySelector('.verdict').getBoundingClientRect().top > 0")
+    assert in_view(page, ".verdict")
+
+
 def test_a_race_says_what_its_figure_is_worth(open_page):
     page = open_page()
     page.check("#race")
