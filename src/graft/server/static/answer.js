@@ -95,8 +95,9 @@ export class Answer {
   }
 
   render() {
-    if (!this.pieces.length) this.body.replaceChildren(element("p", `placeholder ${this.state}`, this.placeholder));
-    else showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
+    const text = this.pieces.map((piece) => piece.text).join("");
+    if (text) showMarkdown(this.body, text, (part, places) => this.spans(part, places));
+    else this.body.replaceChildren(element("p", `placeholder ${this.state}`, this.placeholder));
     const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
     this.title.textContent = `${this.name}${speed}`;
   }

@@ -41,7 +41,8 @@ function goOn(turn) {
 }
 
 export function retry(turn) {
-  const again = turn.answers.filter((answer) => answer.reason !== "length" && (!answer.text || answer.reason !== "stop"));
+  const isDone = ({ reason, text }) => reason === "length" || (reason === "stop" && text);
+  const again = turn.answers.filter((answer) => !isDone(answer));
   again.forEach((answer) => answer.reset());
   return run(turn, again);
 }
