@@ -70,12 +70,17 @@ def _is_trouble(message):
 
 def ask(page, text, longest=30, temperature=0):
     if page.locator("#max-tokens").input_value() != str(longest):
-        page.locator("#settings summary").click()
-        page.fill("#max-tokens", str(longest))
-        page.fill("#temperature", str(temperature))
-        page.locator("#settings summary").click()
+        setting(page, max_tokens=longest, temperature=temperature)
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
+
+
+def setting(page, **values):
+    page.click("#open-settings")
+    for name, value in values.items():
+        page.fill(f"#{name.replace('_', '-')}", str(value))
+    page.keyboard.press("Escape")
+    page.locator("#settings").wait_for(state="hidden")
 
 
 def wait_for_the_end(page):
@@ -94,10 +99,7 @@ def a_round(*pieces):
 
 def answering(page, *rounds, reason="stop", is_whole=True, path=CHAT):
     """Has the next answer be this: chunks of rounds, then the end, or none. Returns the requests that it answers."""
-    chunks = [{"delta": {"content": "".join(piece["text"] for piece in one["new"])}, "rounds": [one]} for one in rounds]
-    chunks.append({"delta": {}, "finish_reason": reason, "speculation": {"decode_seconds": 0.5}})
-    events = [f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in (chunks if is_whole else chunks[:-1])]
-    body = "".join([*events, "data: [DONE]\n\n"] if is_whole else events)
+    body = events_of(*rounds, reason=reason, is_whole=is_whole)
     requests = []
 
     def answer(route):
@@ -106,6 +108,31 @@ def answering(page, *rounds, reason="stop", is_whole=True, path=CHAT):
 
     page.route(path, answer, times=1)
     return requests
+
+
+def events_of(*rounds, reason="stop", is_whole=True):
+    """An answer as the server streams it."""
+    chunks = [{"delta": {"content": "".join(piece["text"] for piece in one["new"])}, "rounds": [one]} for one in rounds]
+    chunks.append({"delta": {}, "finish_reason": reason, "speculation": {"decode_seconds": 0.5}})
+    events = [f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in (chunks if is_whole else chunks[:-1])]
+    return "".join([*events, "data: [DONE]\n\n"] if is_whole else events)
+
+
+def a_tree(text, guess="guess", wrong="wrong"):
+    """A round with one right guess, one wrong one and one that was not checked, then a token of the model."""
+    new = [{"id": 5, "text": f" {guess}", "origin": "drafted"}, {"id": 6, "text": f" {text}", "origin": "model"}]
+    return {
+        "tokens": ["root", f" {guess}", f" {wrong}", " pruned"], "parents": [0, 0, 0, 1], "accepted": [1],
+        "probabilities": [1.0, 0.6, 0.3, 0.1], "sources": ["root", "drafted", "trigram", "suffix"], "num_pruned": 1,
+        "num_hidden": 0, "new": new,
+    }  # fmt: skip
+
+
+def held(page, path=CHAT):
+    """Holds the next request back. Returns the list where its route will be: `fulfill` lets it go on."""
+    routes = []
+    page.route(path, lambda route: routes.append(route), times=1)
+    return routes
 
 
 def failing(page, status, message="no", **headers):
@@ -149,7 +176,7 @@ def in_view(page, selector):
 
 
 def test_the_pages_files_are_all_that_is_served_whatever_the_query_asks_for(url):
-    for path in ("/", "/page.css", "/page.js", "/answer.js", "/markdown.js", "/vendor/marked.js"):
+    for path in ("/", "/page.css", "/page.js", "/answer.js", "/chats.js", "/vendor/marked.js"):
         plain = httpx.get(url + path)
         assert plain.status_code == 200 and plain.headers["content-security-policy"].startswith("default-src 'self'")
         assert httpx.get(url + path, params={"file": __file__}).content == plain.content
@@ -195,7 +222,7 @@ def test_on_a_phone_the_document_follows_the_stream_unless_the_reader_leaves_it(
     page.fill("#prompt", "again")
     page.evaluate("addEventListener('scroll', () => scrollTo({top: 0, behavior: 'instant'}))")
     page.keyboard.press("Enter")
-    page.locator(".turn").nth(1).locator(".inspect").wait_for()
+    page.locator(".turn").nth(1).locator(".copy").wait_for()
     assert page.evaluate("scrollY") == 0
 
 
@@ -204,8 +231,8 @@ def test_on_a_phone_a_tapped_round_brings_its_tree_into_view_and_there_is_a_way_
     answering(page, *[a_round((f"line {number}\n\n", "drafted")) for number in range(40)])
     ask(page, "count")
     wait_for_the_end(page)
-    page.locator(".token").nth(38).click()
-    assert in_view(page, "#tree") and page.locator("#tree-words").inner_text().startswith("Round 39:")
+    page.locator(".token").nth(2).click()
+    assert in_view(page, "#tree") and page.locator("#step").inner_text() == "Round 3 of 40"
     page.click("#back")
     assert in_view(page, ".token.chosen") and not in_view(page, "#tree")
 
@@ -213,11 +240,24 @@ def test_on_a_phone_a_tapped_round_brings_its_tree_into_view_and_there_is_a_way_
 # The first visit
 
 
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_the_first_screen_shows_a_tree_and_says_what_it_is(open_page, size):
+    page = open_page(viewport=size)
+    svg, caption = page.locator("#sample svg"), page.locator("#sample figcaption")
+    assert in_view(page, "#sample svg") and "tree of guesses" in caption.inner_text()
+    assert caption.bounding_box()["y"] + caption.bounding_box()["height"] < page.locator("#foot").bounding_box()["y"]
+    shown = svg.locator("g:not(.root)").evaluate_all("all => all.map((one) => one.classList[0])")
+    assert set(shown) == {"drafted", "copied", "seen", "model"}, "every kind of guess that the legend names"
+    spoken = page.locator("#sample ul.unseen").inner_text()
+    assert "blue: guessed by a small network, 62% likely: right" in spoken
+    assert "clear: seen before, 21% likely: wrong" in spoken
+
+
 def test_the_first_visit_offers_examples_a_race_and_the_legend(open_page):
     page = open_page()
     assert page.locator("#examples button").count() == 3 and page.locator(".lead").inner_text().count(".") == 1
     legend = page.locator("#legend li").all_inner_texts()
-    assert legend == ["guessed by the small head", "copied from earlier text", "seen before", "written by the model"]
+    assert legend == ["guessed by a small network", "copied from earlier text", "seen before", "written by the model"]
     answering(page, a_round(("Light.", "model")))
     page.locator("#examples button").first.click()
     wait_for_the_end(page)
@@ -260,18 +300,143 @@ def test_a_round_shows_its_tree_by_mouse_and_by_keyboard_which_never_leaves_what
     wait_for_the_end(page)
     last = page.locator(".round").count() - 1
     page.locator(".round").nth(last).click()
-    assert f"Round {last + 1}:" in page.locator("#tree-words").inner_text()
+    assert page.locator("#step").inner_text() == f"Round {last + 1} of {last + 1}"
     page.keyboard.press("ArrowLeft")
-    assert f"Round {last}:" in page.locator("#tree-words").inner_text()
+    assert page.locator("#step").inner_text() == f"Round {last} of {last + 1}"
     page.keyboard.press("Home")
-    assert "Round 1:" in page.locator("#tree-words").inner_text()
+    assert page.locator("#step").inner_text() == f"Round 1 of {last + 1}"
     page.focus("#prompt")
     page.keyboard.press("ArrowRight")
     page.keyboard.type("typed")
-    assert "Round 1:" in page.locator("#tree-words").inner_text() and page.input_value("#prompt") == "typed"
+    assert page.locator("#step").inner_text() == f"Round 1 of {last + 1}" and page.input_value("#prompt") == "typed"
+
+
+def test_the_newest_tree_is_shown_without_a_click_until_the_reader_chooses_another(open_page):
+    page = open_page()
+    rounds = [a_round(("plain", "model")), a_tree("one"), a_tree("two", guess="better"), a_round((".", "model"))]
+    answering(page, *rounds)
+    ask(page, "trees")
+    wait_for_the_end(page)
+    assert page.locator("#step").inner_text() == "Round 3 of 4" and page.locator("#newest").is_hidden()
+    assert page.locator("#tree-words").inner_text() == (
+        "The model checked 2 guesses in one step: 1 was right, and it wrote the next token itself."
+    )
+    assert page.locator("#tree svg .taken text:first-of-type").all_text_contents() == ["root", "✓ better", "two"]
+    assert page.locator(".token.chosen").all_inner_texts() == [" better", " two"], "marked in the text"
+    page.click("#earlier")
+    assert page.locator("#step").inner_text() == "Round 2 of 4"
+    answering(page, a_tree("three"), path="**/v1/completions")
+    page.click("#newest")
+    assert page.locator("#step").inner_text() == "Round 3 of 4" and page.locator("#newest").is_hidden()
+    assert page.locator("#tree ul.unseen li").count() == 5, "the same as a list, for screen readers"
+
+
+def test_on_a_phone_the_newest_tree_is_on_the_screen_below_the_end_of_the_text(open_page):
+    page = open_page(viewport=PHONE)
+    answering(page, *[a_tree(f"line {number}\n\n") for number in range(40)])
+    ask(page, "many")
+    wait_for_the_end(page)
+    tree, foot = page.locator("#tree-scroll").bounding_box(), page.locator("#foot").bounding_box()
+    assert in_view(page, "#tree-scroll") and tree["y"] + tree["height"] <= foot["y"]
+    assert in_view(page, ".token >> nth=-1"), "with the last words of the answer"
+    assert page.locator("#step").inner_text() == "Round 40 of 40"
+
+
+def test_bars_that_scroll_say_so(open_page):
+    page = open_page()
+    answering(page, *[a_tree(f"{number}") for number in range(3)])
+    ask(page, "few")
+    wait_for_the_end(page)
+    assert page.locator("#scroll-cue").is_hidden()
+    page.click("#clear")
+    answering(page, *[a_tree(f"{number}") for number in range(40)])
+    ask(page, "many")
+    wait_for_the_end(page)
+    assert page.locator("#scroll-cue").is_visible()
+    assert page.locator("#rounds").get_attribute("class").split() == ["more-left"], "it shows the newest ones"
+    page.locator(".round").last.focus()
+    page.keyboard.press("Home")
+    page.locator("#rounds.more-right:not(.more-left)").wait_for()
+
+
+def test_it_says_that_it_thinks_until_the_first_token(open_page):
+    page = open_page()
+    routes = held(page)
+    ask(page, "slow")
+    page.locator(".message .placeholder").wait_for()
+    assert page.locator(".message").inner_text() == "Thinking…" == page.locator("#spoken").inner_text()
+    routes[0].fulfill(body=events_of(a_round(("Well.", "model"))), content_type="text/event-stream")
+    wait_for_the_end(page)
+    assert page.locator(".message").inner_text() == "Well." == page.locator("#spoken").inner_text()
+
+
+# Settings
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_settings_open_over_the_page_and_nothing_moves(open_page, size):
+    page = open_page(viewport=size)
+    where = """[...document.querySelectorAll("header *, main *")].filter((one) => one.checkVisibility())
+        .map((one) => one.getBoundingClientRect()).map(({ x, y, width, height }) => [x, y, width, height])"""
+    before = page.evaluate(where)
+    for opening, popover in (("#open-settings", "#settings"), ("#open-chats", "#chats")):
+        page.click(opening)
+        box = page.locator(popover).bounding_box()
+        assert page.evaluate(where) == before and box["x"] >= 0 and box["x"] + box["width"] <= size["width"]
+        page.keyboard.press("Escape")
+        page.locator(popover).wait_for(state="hidden")
+
+
+def test_the_system_prompt_and_sampling_go_with_the_question_and_stay_for_the_next_visit(open_page):
+    page = open_page()
+    setting(page, system="Be brief.", temperature=0.7, top_p=0.9, seed=5)
+    asked = answering(page, a_round(("Yes", "model")), reason="length")
+    ask(page, "really?", longest=256)
+    wait_for_the_end(page)
+    assert asked[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (asked[0]["temperature"], asked[0]["top_p"], asked[0]["seed"]) == (0.7, 0.9, 5)
+    page.reload()
+    assert page.input_value("#system") == "Be brief." and page.input_value("#top-p") == "0.9"
+    setting(page, system="Be long.", temperature=0)
+    tokenized = []
+    page.on("request", lambda one: tokenized.append(one.post_data_json) if one.url.endswith("/tokenize") else None)
+    asked = answering(page, a_round((" indeed", "model")), path="**/v1/completions")
+    page.get_by_role("button", name="Go on").click()
+    page.locator("#messages").get_by_text("Yes indeed").wait_for()
+    assert asked[0]["temperature"] == 0.7, "a cut answer goes on as it began"
+    assert tokenized[0]["messages"][0]["content"] == "Be brief."
+    wait_for_the_end(page)
+
+
+def test_escape_closes_the_settings_and_does_not_stop_the_answer(open_page):
+    page = open_page()
+    routes = held(page)
+    ask(page, "slow")
+    page.locator(".placeholder").wait_for()
+    page.click("#open-settings")
+    page.keyboard.press("Escape")
+    page.locator("#settings").wait_for(state="hidden")
+    assert page.locator("#send").inner_text() == "Stop"
+    routes[0].fulfill(body=events_of(a_round(("Done.", "model"))), content_type="text/event-stream")
+    wait_for_the_end(page)
+    assert page.locator(".message").inner_text() == "Done."
 
 
 # The race
+
+
+def test_no_box_of_a_race_is_empty(open_page):
+    page = open_page()
+    page.check("#race")
+    routes = held(page)
+    ask(page, "race")
+    page.locator(".placeholder.running").wait_for()
+    assert page.locator(".lane .message").all_inner_texts() == ["Thinking…", "Starts when Graft has finished."]
+    assert "The race is on" in page.locator(".verdict").inner_text()
+    page.keyboard.press("Escape")
+    wait_for_the_end(page)
+    assert page.locator(".lane .message").all_inner_texts() == ["No text.", "Not started."]
+    assert "was stopped" in page.locator(".verdict").inner_text() and len(routes) == 1
 
 
 def test_a_race_ends_with_a_headline_two_bars_and_the_same_text(open_page):
@@ -283,6 +448,16 @@ def test_a_race_ends_with_a_headline_two_bars_and_the_same_text(open_page):
     assert plain == graft and page.locator(".verdict .same").count() == 1
     assert float(page.locator(".headline b").inner_text()) > 0 and page.locator(".lap .fill").count() == 2
     assert page.locator(".lane").nth(1).locator(".token:not(.model)").count() == 0
+    assert in_view(page, ".verdict")
+
+
+def test_after_a_race_its_verdict_comes_into_view_also_where_scrolling_is_smooth(open_page):
+    page = open_page(viewport=PHONE, reduced_motion="no-preference")
+    page.check("#race")
+    racing(page, *[a_round((f"line {number}\n\n", "drafted")) for number in range(40)])
+    ask(page, "long")
+    page.locator(".headline b").wait_for()
+    page.wait_for_function("document.querySelector('.verdict').getBoundingClientRect().top > 0")
     assert in_view(page, ".verdict")
 
 
@@ -333,6 +508,47 @@ def test_an_answer_can_be_stopped_and_goes_on(open_page):
     page.locator(".round").nth(before + 3).wait_for(timeout=30_000)
     page.get_by_role("button", name="Stop").click()
     wait_for_the_end(page)
+
+
+def test_an_answer_can_be_had_again_with_another_seed(open_page):
+    page = open_page()
+    first = answering(page, a_round(("One.", "model")))
+    ask(page, "a number?", temperature=1)
+    wait_for_the_end(page)
+    second = answering(page, a_round(("Two.", "model")))
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator(".message").get_by_text("Two.").wait_for()
+    wait_for_the_end(page)
+    assert page.locator(".user").count() == 1 and first[0]["messages"] == second[0]["messages"]
+    assert second[0]["seed"] == first[0]["seed"] + 1 and "always the same" not in page.locator(".ending").inner_text()
+    setting(page, temperature=0)
+    answering(page, a_round(("Three.", "model")))
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator(".message").get_by_text("Three.").wait_for()
+    wait_for_the_end(page)
+    assert "At temperature 0 the answer is always the same" in page.locator(".ending").inner_text()
+    answering(page, a_round(("Four.", "model")))
+    ask(page, "and?")
+    page.locator(".turn").nth(1).locator(".copy").wait_for()
+    visible = page.locator(".regenerate").evaluate_all("all => all.map((one) => one.checkVisibility())")
+    assert visible == [False, True], "what later turns build on stays"
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_an_answer_is_copied_as_it_was_written(open_page, has_clipboard):
+    page = open_page()
+    if not has_clipboard:  # as where the page does not come over HTTPS
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.evaluate(
+        """document.addEventListener("copy", () => { window.copied = document.activeElement.value; });
+        if (navigator.clipboard) navigator.clipboard.writeText = async (text) => { window.copied = text; };"""
+    )
+    answering(page, a_round(("**Bold** and <b>\n\n- one", "model")))
+    ask(page, "copy")
+    wait_for_the_end(page)
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("window.copied") == "**Bold** and <b>\n\n- one"
 
 
 def test_an_empty_answer_is_said_to_be_one(open_page):
@@ -468,7 +684,7 @@ def test_every_character_keeps_the_colour_of_its_token(open_page):
     shown = page.locator(".token").evaluate_all("all => all.map((one) => [one.textContent, one.className])")
     kinds = ("drafted", "copied", "model")
     expected = [kinds[(place // 3 // 2 * 2 + place // 3 % 2) % 3] for place in range(len(text))]
-    spelt = [(letter, kind) for letters, kind in shown for letter in letters]
+    spelt = [(letter, kind.removesuffix(" chosen")) for letters, kind in shown for letter in letters]
     wanted = [
         (letter, f"token {kind}")
         for place, (letter, kind) in enumerate(zip(text, expected, strict=True))
@@ -504,6 +720,100 @@ def test_a_conversation_is_kept_over_a_reload_and_every_answer_can_be_inspected(
     page.click("#clear")
     page.reload()
     assert page.locator(".turn").count() == 0 and page.locator("#welcome").is_visible()
+
+
+def test_conversations_are_kept_in_the_browser_and_one_click_forgets_them(browser, url):
+    context = browser.new_context(viewport=DESKTOP, reduced_motion="reduce")
+    page = context.new_page()
+    page.goto(url)
+    assert page.locator("#kept").is_hidden()
+    for question in ("first?", "second?"):
+        answering(page, a_tree(question))
+        ask(page, question)
+        wait_for_the_end(page)
+        page.click("#clear")
+    assert "2 chats kept in this browser" in page.locator("#kept").inner_text()
+    other = context.new_page()  # later, in another tab
+    other.goto(url)
+    other.click("#open-chats")
+    assert other.locator(".open-chat .title").all_inner_texts() == ["second?", "first?"]
+    other.locator(".open-chat").nth(1).click()
+    other.locator(".user").wait_for()
+    assert other.locator(".user").inner_text() == "first?" and other.locator("#tree svg").count() == 1
+    other.click("#open-chats")
+    other.get_by_role("button", name="Forget the chat: second?").click()
+    assert other.locator(".open-chat .title").all_inner_texts() == ["first?"]
+    other.keyboard.press("Escape")
+    other.click("#clear")
+    setting(other, system="secret")
+    other.locator("#kept .forget-all").click()
+    other.locator("#kept").wait_for(state="hidden")
+    kept = other.evaluate("JSON.stringify({ ...localStorage })")
+    assert "first" not in kept and "secret" not in kept and other.input_value("#system") == ""
+    context.close()
+
+
+def test_what_cannot_be_kept_makes_room_and_damaged_chats_are_left_out(open_page):
+    page = open_page()
+    answering(page, a_tree("old"))
+    ask(page, "old?")
+    wait_for_the_end(page)
+    page.click("#clear")
+    page.evaluate(
+        """() => {
+            localStorage.setItem("graft.chat.broken", "{");
+            localStorage.setItem("graft.chat.other", JSON.stringify({ when: 1, turns: [{ prompt: "odd" }] }));
+            const put = Storage.prototype.setItem; // a browser with room for 1,500 characters of chats
+            Storage.prototype.setItem = function (name, value) {
+                const others = Object.entries(localStorage).filter(([one]) => one !== name);
+                const size = others.reduce((sum, [, one]) => sum + one.length, value.length);
+                if (name.startsWith("graft.chat.") && size > 1500) throw new DOMException("full", "QuotaExceededError");
+                put.call(this, name, value);
+            };
+        }"""
+    )
+    answering(page, *[a_tree(f"{number}") for number in range(4)])
+    ask(page, "new?")
+    wait_for_the_end(page)
+    page.click("#open-chats")
+    assert page.locator(".open-chat .title").all_inner_texts() == ["new?"], "the oldest went"
+    page.reload()
+    assert page.locator(".message").inner_text().endswith("guess 3"), "all of its text is there"
+    page.evaluate("sessionStorage.setItem('graft.current', 'other')")
+    page.evaluate("localStorage.setItem('graft.chat.other', JSON.stringify({ when: 1, turns: [{ prompt: 'odd' }] }))")
+    page.reload()
+    assert page.locator("#welcome").is_visible() and page.locator(".turn").count() == 0
+
+
+def test_everything_has_a_name_and_can_be_reached_by_keyboard(open_page):
+    page = open_page()
+    answering(page, *[a_tree(f"{number}") for number in range(3)])
+    page.focus("#prompt")
+    page.keyboard.type("keys")
+    page.keyboard.press("Enter")
+    wait_for_the_end(page)
+    names = """[...document.querySelectorAll("button, input, textarea, [tabindex='0'], [role]")]
+        .filter((one) => one.checkVisibility())
+        .filter((one) => !(one.ariaLabel || one.labels?.length || one.textContent.trim()
+            || one.getAttribute("aria-labelledby") || one.id === "spoken"))
+        .map((one) => one.outerHTML)"""
+    assert page.evaluate(names) == []
+    bar = page.locator(".round").nth(2).get_attribute("aria-label")
+    assert bar == "Round 3, 2 tokens: 1 guessed by a small network, 1 written by the model"
+    reached, page_of = [], "document.activeElement.id || document.activeElement.className"
+    page.focus("#clear")
+    for _ in range(20):
+        reached.append(page.evaluate(page_of))
+        page.keyboard.press("Tab")
+    wanted = [
+        "clear", "race", "open-chats", "open-settings", "inspect", "regenerate", "copy", "prompt", "send", "round",
+        "earlier", "tree-scroll",
+    ]  # fmt: skip
+    assert list(dict.fromkeys(one for one in reached if one in wanted)) == wanted
+    page.focus("#open-settings")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate(page_of) == "system", "an open box comes right after its button"
 
 
 def test_what_is_read_out_are_sentences(open_page):

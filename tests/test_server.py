@@ -465,6 +465,16 @@ def test_no_round_shows_what_another_key_has_said(learning):
         assert (hidden > 0) == (learning == "shared"), "there was something to hide"
 
 
+@pytest.mark.parametrize(("settings", "sees_all"), [({}, True), ({"api_keys": ("one",)}, False)])
+def test_without_keys_a_round_shows_every_guess(settings, sees_all):
+    with running(**settings) as url:
+        for _ in range(2):
+            spelt_by(url, "one", prompt=SECRET)
+        paths, _, choice = spelt_by(url, "one")
+        assert says_the_secret(paths) == sees_all
+        assert (sum(each["num_hidden"] for each in choice["rounds"]) == 0) == sees_all
+
+
 def test_requests_of_one_key_learn_from_each_other_and_see_what_they_have_said():
     with running(api_keys=("alice", "bob")) as url:
         spelt_by(url, "alice", prompt=SECRET)

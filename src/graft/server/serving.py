@@ -322,6 +322,7 @@ class Serving:
         for sequence in sequences:
             sequence.speculates = body.speculate is not False
             sequence.is_recorded = bool(body.return_rounds)
+            sequence.shows_all = self.settings.shows_all_guesses
             sequence.owner = self._owner(tenant)
             sequence.num_prompt_logprobs = body.num_prompt_logprobs
             if new_constraint is not None:

@@ -97,6 +97,14 @@ class ServeSettings(SchedulerSettings):
         return self.api_key_names or tuple(f"key-{number}" for number in range(1, len(self.api_keys) + 1))
 
     @property
+    def shows_all_guesses(self) -> bool:
+        """Whether round records include rejected guesses that may be other users' text.
+
+        Without keys, and unless learning is kept apart, the server treats all who reach it as one user.
+        """
+        return not self.api_keys and self.sharing == "shared"
+
+    @property
     def is_local(self) -> bool:
         try:
             return ipaddress.ip_address(self.host).is_loopback

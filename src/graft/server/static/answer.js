@@ -3,6 +3,8 @@
 import { showMarkdown } from "./markdown.js";
 import { element, kindOf, wordsOf } from "./parts.js";
 
+const SOON = 0.3; // seconds of decoding, before which a speed would mean nothing
+
 const answerOf = new WeakMap(); // by the element that holds its text
 export const answerIn = (body) => answerOf.get(body);
 
@@ -30,6 +32,7 @@ export class Answer {
     this.reason = null; // stop, length, stopped or failed; null: not ended
     this.trouble = null;
     this.spoken = 0; // characters read out
+    this.state = "idle"; // then "next", while another answer goes first, then "running"
     this.body.replaceChildren();
   }
 
@@ -61,6 +64,18 @@ export class Answer {
     this.since = null;
   }
 
+  // Everything that a later visit needs
+  get kept() {
+    const { text, thinks, rounds, seconds, reason } = this;
+    return { text, thinks, rounds, seconds, reason };
+  }
+
+  restore({ text, thinks, rounds, seconds, reason }) {
+    rounds.forEach((round) => this.addRound(round));
+    const wasCut = reason === "failed" || (reason === null && rounds.length > 0); // by an error, or by leaving the page
+    Object.assign(this, { text, thinks, seconds, reason: wasCut ? "stopped" : reason, spoken: text.length });
+  }
+
   // Prepares to continue: drop last tokens that are an incomplete character, which nobody has seen.
   dropUnseen() {
     while (this.rounds.length && !this.rounds.at(-1).new.at(-1)?.text) {
@@ -72,8 +87,17 @@ export class Answer {
     if (!this.thinks) this.text = this.pieces.map((piece) => piece.text).join("");
   }
 
+  // What stands where there is no text
+  get placeholder() {
+    if (this.state === "running") return "Thinking…";
+    if (this.state === "next") return "Starts when Graft has finished.";
+    return this.reason === null ? "Not started." : "No text.";
+  }
+
   render() {
-    showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
+    const text = this.pieces.map((piece) => piece.text).join("");
+    if (text) showMarkdown(this.body, text, (part, places) => this.spans(part, places));
+    else this.body.replaceChildren(element("p", `placeholder ${this.state}`, this.placeholder));
     const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
     this.title.textContent = `${this.name}${speed}`;
   }
@@ -111,7 +135,9 @@ export class Answer {
   }
 
   get speed() {
-    return this.secondsSoFar > 0 ? this.numTokens / this.secondsSoFar : 0;
+    const seconds = this.secondsSoFar;
+    const isTooEarly = seconds < SOON && this.reason === null;
+    return isTooEarly || seconds === 0 ? 0 : this.numTokens / seconds;
   }
 
   get meanAccepted() {

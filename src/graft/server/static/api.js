@@ -1,11 +1,13 @@
 // Requests to the server, streams of events, and errors in everyday words.
 
-let key = sessionStorage.getItem("graft.key") ?? ""; // forgotten with the tab
+import { ofTab } from "./storage.js";
+
+let key = ofTab.getItem("graft.key") ?? ""; // forgotten with the tab
 
 export const hasKey = () => key !== "";
 export function useKey(given) {
   key = given;
-  sessionStorage.setItem("graft.key", given);
+  ofTab.setItem("graft.key", given);
 }
 
 // An error: `message` is for users, `said` is the server's own message.

@@ -16,9 +16,11 @@ export function button(words, act, classes = "") {
   return made;
 }
 
+export const counted = (count, one, several = `${one}s`) => `${count} ${count === 1 ? one : several}`;
+
 // One colour each, defined in page.css by these names
 export const KINDS = {
-  drafted: { all: "guessed by the small head", short: "guessed" },
+  drafted: { all: "guessed by a small network", short: "guessed" },
   copied: { all: "copied from earlier text", short: "copied" },
   seen: { all: "seen before", short: "seen before" },
   model: { all: "written by the model", short: "the model" },
@@ -38,3 +40,9 @@ const ORIGINS = {
 
 export const kindOf = (origin) => (ORIGINS[origin] ?? ORIGINS.adjacency)[0];
 export const wordsOf = (origin) => ORIGINS[origin]?.[1] ?? KINDS[kindOf(origin)].all;
+
+export function swatchRow(kind, words) {
+  const row = element("li");
+  row.append(element("span", `swatch ${kind}`), element("span", "", words));
+  return row;
+}
