@@ -190,10 +190,10 @@ def bench(
 
 def _head_name(draft: str, model_name: str) -> str | None:
     """The head to load. Unlike elsewhere, a CPU also uses the packaged head: most methods need one."""
-    from graft.loading import packaged_head
+    from graft.hub.drafters import packaged_head_of
 
     if draft == "auto":
-        return model_name if packaged_head(model_name) is not None else None
+        return packaged_head_of(model_name)
     return draft if draft != "none" else None
 
 

@@ -34,15 +34,15 @@ def tune(
 
     Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
 
-    A fifth of the prompts measure the drafter's speed-up. graft drafters lists these results, and --draft auto chooses
-    the fastest drafter.
+    It takes at least 5 prompts. A fifth of them measure the drafter's speed-up. graft drafters lists these results, and
+    --draft auto chooses the fastest drafter.
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
     from graft.bench.tasks import questions, read_tasks
-    from graft.hub.drafters import NAMED
-    from graft.loading import load, packaged_head
-    from graft.tuning.drafters import full_name, measure, remember, split_prompts
+    from graft.hub.drafters import NAMED, packaged_head_of
+    from graft.loading import load
+    from graft.tuning.drafters import MIN_PROMPTS, full_name, measure, remember, split_prompts
     from graft.tuning.profile import profile_path
     from graft.tuning.tuning import tune as learn
 
@@ -52,9 +52,15 @@ def tune(
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
+    count = len({prompt.text for task in tasks for prompt in task.prompts})
+    require(
+        portable or count >= MIN_PROMPTS,
+        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
+        "give more, or make a profile without times with --portable",
+    )
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # the usual drafter: earlier measurements must not decide what is measured now
-        draft = model if packaged_head(model) is not None else "none"
+        draft = packaged_head_of(model) or "none"
     choose = NAMED[draft].choose if draft in NAMED else None  # chooses by the prompts, once the model is loaded
     engine = load_engine(loading | {"profile": "none", "draft": draft if choose is None else "none"})
     asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
@@ -78,5 +84,3 @@ def tune(
         remember(profile.about, result)
         words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
-    elif not portable:
-        notes().print("The drafter was not measured: this takes at least 5 prompts", markup=False)

@@ -5,7 +5,6 @@ that comes with a model is never run.
 """
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,13 +22,12 @@ from transformers import (
 )
 
 from graft.errors import GraftError, ModelError
-from graft.home import is_gguf
+from graft.home import check_no_adapter, is_gguf, is_hub_id
 from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
+from graft.model.support import check_decoder_only
 from graft.quiet import quiet_transformers
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
@@ -42,6 +40,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         # A hub id may need a long download, whose progress bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -51,6 +50,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 attn_implementation="eager" if has_soft_cap else None,  # the default ignores the cap
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
             )
             model, report = loaded  # a pair, because of output_loading_info
             model.to(device)
@@ -62,6 +62,12 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         raise ModelError(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
+        )
+    if misfits := sorted(report["mismatched_keys"]):
+        weight, its, expected = misfits[0]
+        raise ModelError(
+            f"cannot load {name}: the weights do not fit config.json: {weight} is {list(its)} in the files and "
+            f"{list(expected)} by the config ({len(misfits)} such weights); one of the two is another model's"
         )
     speed_up(model)
     return model, tokenizer
@@ -94,12 +100,13 @@ def _source(name: str) -> Path | str:
         return pull(name)
     path = Path(name).expanduser()
     if name and path.is_dir():
+        check_no_adapter(path)
         return path
     if is_gguf(path):
         return convert_once(path)
     if path.is_file():
         raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
-    if _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
         return name
     raise ModelError(
         f"unknown model {name!r}, neither packaged, nor a local folder, nor a hub id (owner/name): " + suggestion(name)

@@ -3,7 +3,7 @@
 To add a model, add an entry here. `pull` fetches and converts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -169,8 +169,8 @@ def packaged_model(name: str) -> PackagedModel:
     return PACKAGED_MODELS[name]
 
 
-def suggestion(name: str) -> str:
-    """A hint for a misspelt model name."""
-    close = get_close_matches(name, PACKAGED_MODELS, n=1)
+def suggestion(name: str, more: Iterable[str] = ()) -> str:
+    """A hint for a misspelt name of a model, or of one of `more`."""
+    close = get_close_matches(name, [*PACKAGED_MODELS, *more], n=1)
     names = ", ".join(PACKAGED_MODELS)
     return f"did you mean {close[0]}? (packaged models: {names})" if close else f"packaged models: {names}"
