@@ -46,7 +46,7 @@ def generate(
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
-    [dim]Example:[/] graft generate "Count to ten, twice." --show-tree --color-by-origin
+    [dim]Example:[/] graft generate "Count to ten, twice." --budget 16 --show-tree --color-by-origin
 
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """
@@ -91,6 +91,9 @@ def _stream_with_rounds(
         print(rounds.paint(piece, screen) if color_by_origin else piece, end="", flush=True)
     print()
     notes().print(rounds.legend())
+    if show_tree and not rounds.has_trees:
+        words = "No round had a tree: trees did not seem to pay on this machine. --budget 16 verifies them anyway."
+        notes().print(words, soft_wrap=True)
     return stream.result
 
 
@@ -163,5 +166,6 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     if any(s.is_recalled for s in answers):
         notes().print(
             "This prompt, or one like it, was answered before, and most of that answer was recalled: the speed is not "
-            "that of new text. --no-keep-learned and GRAFT_KEEP_LEARNED=0 keep no answers."
+            "that of new text. --no-keep-learned and GRAFT_KEEP_LEARNED=0 keep no answers.",
+            soft_wrap=True,
         )
