@@ -49,6 +49,25 @@ def test_check_of_equal_texts_exits_with_0(graft_tiny, data):
     assert result.err == ""
 
 
+def test_trees_are_verified_in_every_round_unless_the_policy_is_plain(graft_tiny, data, monkeypatch):
+    compared = []
+    monkeypatch.setattr(checking, "compare", lambda *given: compared.append(compare(*given)) or compared[-1])
+    assert graft_tiny("check", "--data", data, "--json").status == 0
+    assert all(each.stats.plain_rounds == 0 for each in compared), [each.stats for each in compared]
+    plain = json.loads(graft_tiny("check", "--data", data, "--json", "--policy", "off").out)
+    assert (plain["accepted"], plain["min_accepted"]) == (0, 0)
+
+
+def test_check_fails_when_too_few_tokens_were_accepted_from_trees(graft_tiny, data):
+    enough = json.loads(graft_tiny("check", "--data", data, "--json").out)
+    assert enough["min_accepted"] == 1 <= enough["accepted"]
+    more = str(enough["accepted"] + 1)
+    result = graft_tiny("check", "--data", data, "--min-accepted", more)
+    assert result.status == 1 and "0 differ" in result.out
+    assert f"not enough: with fewer than {more} accepted tokens this check says little about speculation" in result.out
+    assert graft_tiny("check", "--data", data, "--min-accepted", "-1").status == 2
+
+
 def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(graft_tiny, data, monkeypatch):
     with open(data, "a") as file:
         file.write(json.dumps({"id": "long", "prompt": "word " * 400}) + "\n")
