@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graft as library
-from graft import SamplingSettings
+from graft import SamplingSettings, loading
 from graft import compare as checking
 from graft.compare import Answer, compare, find_difference, first_difference, plain_twin
 from graft.model.sampler import Sampler
@@ -49,12 +49,18 @@ def test_check_of_equal_texts_exits_with_0(graft_tiny, data):
     assert result.err == ""
 
 
-def test_trees_are_verified_in_every_round_unless_the_policy_is_plain(graft_tiny, data, monkeypatch):
-    compared = []
-    monkeypatch.setattr(checking, "compare", lambda *given: compared.append(compare(*given)) or compared[-1])
+def test_every_round_has_a_budget_for_a_tree_unless_the_policy_is_plain(graft_tiny, data, monkeypatch):
+    load, budgets = loading.load, []
+
+    def watched(**given):
+        budgets.append(given.get("budget"))
+        return load(**given)
+
+    monkeypatch.setattr(loading, "load", watched)
     assert graft_tiny("check", "--data", data, "--json").status == 0
-    assert all(each.stats.plain_rounds == 0 for each in compared), [each.stats for each in compared]
+    assert graft_tiny("check", "--data", data, "--budget", "3").status == 0
     plain = json.loads(graft_tiny("check", "--data", data, "--json", "--policy", "off").out)
+    assert budgets == [16, 3, None]
     assert (plain["accepted"], plain["min_accepted"]) == (0, 0)
 
 

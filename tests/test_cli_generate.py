@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 import warnings
 from dataclasses import fields
 from typing import get_args
@@ -125,7 +126,7 @@ def test_a_warning_is_one_line_without_a_line_of_source(graft_tiny, monkeypatch)
     def warn(*arguments):
         warnings.warn("something is odd", stacklevel=1)
 
-    monkeypatch.setattr("graft.cli.generate._print_stats", warn)
+    monkeypatch.setattr(sys.modules["graft.cli.generate"], "_print_stats", warn)
     assert graft_tiny("generate", "hi", "--stats").err == "warning: something is odd\n"
 
 
