@@ -103,7 +103,8 @@ class Summary:
 
     def add(self, task: Sequence[Samples]) -> None:
         plain = next((s for s in task if s.variant.name == PLAIN), None)
-        picks = _draw(*_by_prompt(task[0])["seconds"].shape, task=len({run.task for run in self._runs}))
+        num_prompts, num_turns = _by_prompt(task[0])["seconds"].shape
+        picks = _draw(num_prompts, num_turns, task=len({run.task for run in self._runs}))
         points, draws = self._rates(task, None), self._rates(task, picks)
         for samples, point, draw in zip(task, points, draws, strict=True):
             self._runs.append(self._run(samples, point, draw, plain))

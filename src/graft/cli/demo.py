@@ -82,7 +82,8 @@ class Race(NamedTuple):
     def turn(self) -> Turn:
         from graft.bench.turns import Turn
 
-        return Turn(*(answer.stats.decode_seconds for answer in self), self.graft.stats)
+        before, ours, after = (answer.stats.decode_seconds for answer in self)
+        return Turn(before, ours, after, self.graft.stats)
 
 
 def _run(engine: Engine, console: Console) -> dict[str, Race]:

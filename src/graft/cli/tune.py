@@ -9,8 +9,10 @@ import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, takes
 from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
+from graft.data import read_prompts
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
+from graft.tuning import MIN_PROMPTS
 
 TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
@@ -39,10 +41,17 @@ def tune(
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
+    count = len({prompt.text for path in prompts for prompt in read_prompts(path, limit)})
+    require(
+        portable or count >= MIN_PROMPTS,  # checked before torch is imported
+        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
+        "give more, or make a profile without times with --portable",
+    )
+
     from graft.bench.tasks import questions, read_tasks
     from graft.hub.drafters import NAMED, packaged_head_of
     from graft.loading import load
-    from graft.tuning.drafters import MIN_PROMPTS, full_name, measure, remember, split_prompts
+    from graft.tuning.drafters import full_name, measure, remember, split_prompts
     from graft.tuning.profile import profile_path
     from graft.tuning.tuning import tune as learn
 
@@ -52,12 +61,6 @@ def tune(
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
-    count = len({prompt.text for task in tasks for prompt in task.prompts})
-    require(
-        portable or count >= MIN_PROMPTS,
-        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
-        "give more, or make a profile without times with --portable",
-    )
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # the usual drafter: earlier measurements must not decide what is measured now
         draft = packaged_head_of(model) or "none"

@@ -24,10 +24,10 @@ from graft.hub.drafters import NAMED, name_of, packaged_head, packaged_head_of
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.request.stats import Stats
+from graft.tuning import MIN_PROMPTS
 from graft.tuning.profile import About, machine_digest
 
 NONE = "none"  # retrieval alone
-MIN_PROMPTS = 5  # one of so many prompts is for measuring, the others are for learning
 
 
 @dataclass(frozen=True)
