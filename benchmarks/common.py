@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from graft.bench.shapes import SHAPES, Shape
 from graft.bench.tasks import Question, built_in_tasks, questions, read_tasks
+from graft.hub.drafters import packaged_head
 from graft.hub.registry import DEFAULT_MODEL
-from graft.loading import load, load_drafter, packaged_head, tree_settings
+from graft.loading import load, load_drafter, tree_settings
 
 if TYPE_CHECKING:
     import httpx2

@@ -22,10 +22,11 @@ from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
+from graft.bench.report import notes_on
 from graft.bench.results import Summary
 from graft.bench.runner import BenchSettings, check_states, rotated, run, variants
 from graft.bench.runs import make_methods
-from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
+from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions, without_repeats
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
 from graft.request.stats import Stats
@@ -491,6 +492,52 @@ def test_interval_holds_the_rate_and_is_the_same_again():
     assert summary_of(Timed("off", [1.0]), tasks={"one": 1}).runs[0].confidence == {}
 
 
+class Uneven(Timed):
+    """Takes other seconds in every turn."""
+
+    def __init__(self, name: str, seconds: list[float]) -> None:
+        super().__init__(name, seconds)
+        self.calls = 0
+
+    def answer(self, prompts, settings):
+        (answer,) = super().answer([[0]], settings)
+        answer.stats.decode_seconds = self.seconds[self.calls % len(self.seconds)]
+        self.calls += 1
+        return [answer]
+
+
+def test_turns_that_differ_widen_the_interval_and_are_the_noise_of_plain_decoding():
+    def results(*plain: float):  # the first is for the trial
+        methods = (Uneven("off", [1.0, *plain]), Timed("fast", [0.5]))
+        return summary_of(*methods, tasks={"one": 1}, repeat=3)
+
+    quiet, noisy = results(1.0, 1.0, 1.0), results(0.5, 1.0, 1.5)
+    assert quiet.runs[1].confidence["speedup"] == pytest.approx((2.0, 2.0))
+    low, high = noisy.runs[1].confidence["speedup"]
+    assert noisy.runs[1].speedup == pytest.approx(2.0) and low < 1.5 and high > 2.5
+    assert quiet.environment["plain_noise"] == 0
+    assert noisy.environment["plain_noise"] == pytest.approx(0.5)
+    assert notes_on(noisy) == [
+        "No verdict on speeds: turns of plain decoding differed by 50% from their middle, so the machine was too busy."
+    ]
+    once = summary_of(Timed("off", [1.0] * 2), tasks={"one": 2})
+    assert once.environment["plain_noise"] is None
+    assert notes_on(once) == [
+        "Each answer was timed once, so the machine's noise is not known: --repeat 3 measures it."
+    ]
+
+
+def test_prompts_are_asked_once_because_a_repeated_one_would_be_recalled():
+    first, second, third = (Question(name, [number]) for number, name in enumerate("abc"))
+    again = Question("again", [0])
+    tasks, lessons, count = without_repeats({"one": [first, again], "two": [again, second]}, [second, third])
+    assert tasks == {"one": [first], "two": [second]} and lessons == [third] and count == 3
+    with pytest.raises(GraftError, match="two: all its prompts are in earlier tasks too"):
+        without_repeats({"one": [first], "two": [again]}, [])
+    with pytest.raises(GraftError, match="warm up with other prompts"):
+        without_repeats({"one": [first]}, [again])
+
+
 def test_prompts_that_share_a_batch_have_no_interval_of_speed():
     (learner,) = summary_of(Learner(), tasks={"one": 4}, rows=2).runs
     assert "mean_accepted" in learner.confidence
@@ -579,16 +626,23 @@ def test_results_are_written_after_every_task(
     out = tmp_path / "out"
     assert graft_tiny("bench", *data, "--methods", "off", "--out", str(out)).status == 130
     assert [run["task"] for run in json.loads((out / "results.json").read_text())["runs"]] == ["first"]
+    assert (
+        "This run was cut, or is not over: 1 of 2 tasks are here, without second." in (out / "report.html").read_text()
+    )
 
 
 def test_rows_and_states_reach_the_run(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["--methods", "off,graft", "--rows", "2", "--warmup", data[1], "--state", "cold", "--state", "warm"]
+    warmup = tmp_path / "lessons.jsonl"
+    warmup.write_text('{"prompt": "another"}\n' + Path(data[1]).read_text())
+    words = ["--methods", "off,graft", "--rows", "2", "--warmup", str(warmup), "--state", "cold", "--state", "warm"]
     result = graft_tiny("bench", *data, *words, "--out", str(out))
     assert result.status == 0
     assert "2 prompts decode together: times are of the whole batch." in result.out
     results = json.loads((out / "results.json").read_text())
-    assert (results["settings"]["rows"], results["settings"]["warmup"]) == (2, "first")
+    assert (results["settings"]["rows"], results["settings"]["warmup"]) == (2, "lessons")
+    assert results["settings"]["warmup_prompts"] == 1, "those of the run are left out"
+    assert "prompts are left out: they are in the run already" in result.err
     assert "times are of the whole batch" in (out / "report.html").read_text()
 
 

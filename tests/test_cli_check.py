@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graft as library
-from graft import SamplingSettings
+from graft import SamplingSettings, loading
 from graft import compare as checking
 from graft.compare import Answer, compare, find_difference, first_difference, plain_twin
 from graft.model.sampler import Sampler
@@ -47,6 +47,31 @@ def test_check_of_equal_texts_exits_with_0(graft_tiny, data):
         "compared with plain decoding and transformers",
     ]
     assert result.err == ""
+
+
+def test_every_round_has_a_budget_for_a_tree_unless_the_policy_is_plain(graft_tiny, data, monkeypatch):
+    load, budgets = loading.load, []
+
+    def watched(**given):
+        budgets.append(given.get("budget"))
+        return load(**given)
+
+    monkeypatch.setattr(loading, "load", watched)
+    assert graft_tiny("check", "--data", data, "--json").status == 0
+    assert graft_tiny("check", "--data", data, "--budget", "3").status == 0
+    plain = json.loads(graft_tiny("check", "--data", data, "--json", "--policy", "off").out)
+    assert budgets == [16, 3, None]
+    assert (plain["accepted"], plain["min_accepted"]) == (0, 0)
+
+
+def test_check_fails_when_too_few_tokens_were_accepted_from_trees(graft_tiny, data):
+    enough = json.loads(graft_tiny("check", "--data", data, "--json").out)
+    assert enough["min_accepted"] == 1 <= enough["accepted"]
+    more = str(enough["accepted"] + 1)
+    result = graft_tiny("check", "--data", data, "--min-accepted", more)
+    assert result.status == 1 and "0 differ" in result.out
+    assert f"not enough: with fewer than {more} accepted tokens this check says little about speculation" in result.out
+    assert graft_tiny("check", "--data", data, "--min-accepted", "-1").status == 2
 
 
 def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(graft_tiny, data, monkeypatch):

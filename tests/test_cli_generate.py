@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import sys
+import warnings
 from dataclasses import fields
 from typing import get_args
 
@@ -103,6 +105,29 @@ def test_stats_say_where_plain_decoding_was_chosen(graft_tiny):
     assert "all 8 rounds: no tree was verified" in err
     facts = json.loads(graft_tiny("generate", "aaaaaaaa", "--json", "--stats", "--budget", "4").out)
     assert facts["stats"]["plain_rounds"] < facts["stats"]["rounds"], "with a budget, trees are verified"
+
+
+def test_stats_say_that_an_answer_was_recalled(graft_tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    words = ("generate", "hi", "--stats", "--budget", "8", "--keep-learned")
+    first, again = graft_tiny(*words), graft_tiny(*words)
+    assert first.out == again.out and "recalled" not in first.err
+    assert re.search(r"recalled +[5-8] of 8 tokens, from earlier answers", again.err), again.err
+    assert "the speed is not that of new text" in again.err
+
+
+def test_without_trees_show_tree_says_how_to_see_some(graft_tiny):
+    words = "No round had a tree: trees did not seem to pay on this machine. --budget 16 verifies them anyway."
+    assert words in graft_tiny("generate", "aaaa", "--show-tree", "--policy", "off").err
+    assert words not in graft_tiny("generate", "aaaa", "--show-tree", "--budget", "4").err
+
+
+def test_a_warning_is_one_line_without_a_line_of_source(graft_tiny, monkeypatch):
+    def warn(*arguments):
+        warnings.warn("something is odd", stacklevel=1)
+
+    monkeypatch.setattr(sys.modules["graft.cli.generate"], "_print_stats", warn)
+    assert graft_tiny("generate", "hi", "--stats").err == "warning: something is odd\n"
 
 
 def test_draft_none_takes_no_head(graft_tiny):

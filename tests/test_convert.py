@@ -1,21 +1,25 @@
 """GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
 import json
+import struct
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graft.hub.convert import convert_gguf
+from graft.hub.gguf_header import checked_header
 from graft.hub.pull import convert_once
-from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, readable_size
 from graft.tuning.drafters import full_name, is_here
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc"]
 HIDDEN = 8
+EMPTY = b"GGUF" + struct.pack("<IQQQ", 3, 0, 0, 0)  # a header without fields and tensors, padded
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
 
@@ -135,10 +139,13 @@ def test_a_gguf_file_is_a_model_and_converted_once(tmp_path, monkeypatch, graft)
     write_gguf(file, "qwen2")
     words = ("generate", "ab", "--model", str(file), "--max-new-tokens", "4", "--ignore-eos", "--draft", "none")
     first = graft(*words)
-    assert first.status == 0 and "Converting tiny.gguf, once" in first.err
+    (folder,) = (tmp_path / "home" / "models").glob("tiny-*")
+    size = sum(tensor.numel() * 2 for tensor in load_file(folder / "model.safetensors").values())
+    assert first.status == 0 and size > 1000
+    words_before = f"Converting tiny.gguf, once, to {readable_size(size)} of bf16 safetensors in {folder}\n"
+    assert first.err == words_before
     again = graft(*words)
     assert (again.out, again.err) == (first.out, "")
-    (folder,) = (tmp_path / "home" / "models").glob("tiny-*")
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_start|>", "as the file says"
 
     (folder / "model.safetensors").write_bytes(b"")
@@ -156,7 +163,7 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(tm
 
     def converted(file, content):
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content)
+        file.write_bytes(EMPTY + content)
         return convert_once(file)
 
     mine = tmp_path / "mine" / "tiny.gguf"
@@ -168,7 +175,7 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(tm
         folder.mkdir()
     (packaged / "graft.json").write_text(json.dumps({"source": [str(mine)]}))
     newer = converted(mine, b"newer one")
-    assert not older.exists() and (newer / "weights").read_bytes() == b"newer one"
+    assert not older.exists() and (newer / "weights").read_bytes() == EMPTY + b"newer one"
     kept = {other, longer, unknown, packaged, newer}
     assert {path for path in models.iterdir() if not path.name.startswith(".")} == kept
     assert not list(models.glob(".*scratch*"))
@@ -205,18 +212,36 @@ def test_a_gguf_file_is_a_draft_model(tmp_path, monkeypatch, graft):
     assert (gone.status, gone.err) == (2, f"error: no drafter at {file}: there is no such file\n")
 
 
-def test_what_is_no_gguf_file_is_one_line(tmp_path, monkeypatch, graft):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda content: content[:200], "is damaged or cut off: it ends within its header; copy it again"),
+        (lambda content: content[:-4], "is cut off: 0 MB of 0 MB are here"),
+        (lambda content: b"text" + content, "is not a GGUF file: it does not begin with the letters GGUF"),
+        (lambda content: content[:4] + b"\xff" * 4 + content[8:], "its format version is 4294967295"),
+        (lambda content: content[:8] + b"\xff" * 8 + content[16:], "is damaged or cut off: "),
+    ],
+    ids=["header", "last tensor", "other file", "version", "number of tensors"],
+)
+def test_a_cut_or_damaged_gguf_file_is_one_line_before_any_conversion_and_leaves_nothing(
+    tmp_path, monkeypatch, graft, damage, words
+):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", lambda *args: pytest.fail("it was converted"))
     file = tmp_path / "cut.gguf"
     write_gguf(file)
-    file.write_bytes(file.read_bytes()[:200])
+    file.write_bytes(damage(file.read_bytes()))
     result = graft("generate", "ab", "--model", str(file))
-    lines = [line for line in result.err.splitlines() if line.startswith("error")]
-    assert result.status == 2 and len(lines) == 1 and "cannot convert" in lines[0]
-    assert not list((tmp_path / "home" / "models").glob("cut-*"))
+    assert result.status == 2 and result.err.startswith(f"error: {file} ") and words in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not list((tmp_path / "home" / "models").iterdir())
 
 
-def test_conversion_draws_nothing_on_the_screen(tmp_path, capfd):
-    write_gguf(tmp_path / "tiny.gguf")
-    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "new", PACKAGED_MODELS[DEFAULT_MODEL])
-    assert capfd.readouterr() == ("", "")
+def test_the_header_tells_the_length_of_a_file_to_the_byte(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    reader = gguf.GGUFReader(file)
+    ends = [int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors]
+    header = checked_header(file)
+    assert header.num_bytes == max(ends) <= file.stat().st_size
+    assert header.num_weights == sum(int(tensor.n_elements) for tensor in reader.tensors)

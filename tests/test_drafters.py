@@ -116,8 +116,20 @@ def test_tune_measures_and_drafters_lists(model, tmp_path, graft):
     listed = graft("drafters", str(folder)).out
     assert re.search(r"\d\.\d\d .* 0\.00 .* none .* retrieval only", listed)
     assert "Nothing has been measured" not in listed
-    few = graft("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
-    assert "The drafter was not measured" in few.err
+
+
+def test_tune_refuses_too_few_prompts_before_it_loads_the_model(tmp_path, graft):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "c", "c", "b")))
+    few = graft("tune", "--model", "no-such-model", "--prompts", str(prompts))
+    words = "graft tune needs at least 5 different prompts, a fifth of them to measure with, not 3: give more"
+    assert few.status == 2 and few.err.startswith(f"error: {words}")
+
+
+def test_prompts_that_repeat_are_not_measured_because_their_answers_would_be_recalled():
+    prompts = [[number] for number in range(1, 6)]
+    lessons, trials = split_prompts([*prompts, *prompts])
+    assert sorted(lessons + trials) == prompts and len(trials) == 1
 
 
 def test_the_core_knows_no_kind_of_drafter_by_name():

@@ -14,6 +14,7 @@ from graft import Engine, GraftError, load
 from graft.engine import Stream
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.scheduler import Scheduler
+from graft.errors import ContextError
 from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import TextStream
 from proposers import Oracle, RandomTrees
@@ -205,6 +206,14 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
         byte_model.generation_config.eos_token_id = None
     assert len({len(g.ids) for g in alone}) > 1, "they end at different times"
     assert [(g.text, g.ids, g.finish_reason) for g in together] == [(g.text, g.ids, g.finish_reason) for g in alone]
+
+
+def test_a_bad_prompt_of_a_batch_is_told_by_its_number(byte_model):
+    engine = Engine(byte_model, byte_tokenizer())
+    with pytest.raises(GraftError, match=r"^prompt 2 of 3: the prompt is empty; give at least one token of text$"):
+        engine.generate_batch(["a", "", "b"], max_new_tokens=2)
+    with pytest.raises(ContextError, match=r"^prompt 1 of 2: the prompt has 300 tokens"):
+        engine.generate_batch([[3] * 300, "b"], max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

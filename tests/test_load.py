@@ -9,14 +9,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import graft
-from graft.errors import ModelError
+from graft.errors import GraftError, ModelError
 from graft.hub import load as loading
+from graft.hub.drafters import packaged_head_of
 from graft.hub.load import load_model
 from graft.hub.manifest import write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.spec_decode.proposers import checkpoints
 from pickles import RunsCode
 
 
@@ -74,7 +82,7 @@ def test_local_folder_loads_in_the_dtype_asked_for(folder):
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (lambda folder: cut(folder / "tokenizer.json", 9), r"tokenizer\.json is not valid JSON"),
         (lambda folder: edit_config(folder, model_type="nonsense"), "nonsense"),
-        (lambda folder: edit_config(folder, hidden_size=32), "size"),
+        (lambda folder: edit_config(folder, hidden_size=32), r"the weights do not fit config\.json"),
     ],
 )
 def test_damaged_folder_is_one_line_that_names_the_fault(folder, damage, message):
@@ -82,6 +90,57 @@ def test_damaged_folder_is_one_line_that_names_the_fault(folder, damage, message
     with pytest.raises(ModelError, match=message) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_named_with_both_shapes(folder):
+    edit_config(folder, intermediate_size=48)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert "the weights do not fit config.json: model.layers.0.mlp.down_proj.weight is [16, 32]" in str(caught.value)
+    assert "[16, 48] by the config (3 such weights)" in str(caught.value)
+
+
+def test_a_folder_of_an_encoder_decoder_is_refused_in_the_words_for_one_in_memory(tmp_path):
+    config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(GraftError, match=r"is an encoder-decoder; Graft decodes decoder-only models$"):
+        load(tmp_path)
+
+
+def test_a_folder_of_a_peft_adapter_says_to_merge_it_as_model_and_as_drafter(folder, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    words = "holds a PEFT adapter, not a whole model: merge it into its base model"
+    with pytest.raises(ModelError, match=words):
+        load(adapter)
+    with pytest.raises(ModelError, match=words):
+        graft.load(str(folder), draft=str(adapter))
+
+
+@pytest.mark.parametrize("name", ["gpu", "GPU:0", "warp"])
+def test_a_device_that_torch_does_not_know_is_answered_with_those_to_say(folder, name):
+    with pytest.raises(GraftError, match=rf"^device '{name}' is not usable here: say auto, cpu, cuda, or cuda:1 for"):
+        graft.load(str(folder), device=name)
+
+
+def test_an_unknown_drafter_is_answered_like_an_unknown_model(monkeypatch):
+    monkeypatch.setattr(checkpoints, "snapshot_download", lambda *args, **more: pytest.fail("the hub was asked"))
+    with pytest.raises(GraftError, match="no drafter at 'nope': it is neither mtp nor early-exit, nor packaged, nor a"):
+        graft.load("smollm2-135m", draft="nope")
+    with pytest.raises(GraftError, match=r"did you mean early-exit\?"):
+        graft.load("smollm2-135m", draft="early-exti")
+
+
+def test_a_pulled_model_has_its_packaged_head_by_name_and_by_folder(tmp_path):
+    pulled = tmp_path / "elsewhere"
+    pulled.mkdir()
+    write_manifest(pulled, PACKAGED_MODELS[DEFAULT_MODEL])
+    assert packaged_head_of(DEFAULT_MODEL) == packaged_head_of(str(pulled)) == DEFAULT_MODEL
+    facts = json.loads((pulled / "graft.json").read_text())
+    (pulled / "graft.json").write_text(json.dumps(facts | {"gguf_sha256": "0" * 64}))
+    assert packaged_head_of(str(pulled)) is None, "of another version"
+    assert packaged_head_of(str(tmp_path)) is None
 
 
 def test_weights_the_files_lack_are_refused_not_made_up(folder):

@@ -60,7 +60,7 @@ LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
     ({"budget": 0}, "between 1 and"),
     ({"budget": 2.5}, "budget must be between"),
     ({"draft": 5}, "draft must be"),
-    ({"draft": "no such head"}, "neither a folder nor a hub id"),
+    ({"draft": "no such head"}, "nor a local folder, nor a hub id"),
     ({"draft": "early-exit:x"}, "takes a whole number"),
     ({"draft": Path(__file__)}, "is a file"),
     ({"tokenizer": "x"}, "a tokenizer is an object"),

@@ -279,7 +279,8 @@ def test_load_takes_a_profile_unless_told_otherwise(tuned):
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
+    texts = ("one two one two", "three", "four", "five", "six")
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return str(path)
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from unittest import mock
 
@@ -41,6 +42,15 @@ def test_greedy_arguments_mean_what_they_mean_in_generate(model, options):
     expected = model.generate(PROMPT, **options)
     assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, **options), expected)
     assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, policy="off", **options), expected)
+
+
+def test_an_assistant_model_that_is_not_used_is_told(model):
+    options = {"max_new_tokens": 6, "do_sample": False, "custom_generate": graft.decode}
+    with pytest.warns(UserWarning, match="does not use assistant_model=: give the model as draft= to draft with it"):
+        result = model.generate(PROMPT, assistant_model=tiny_model(seed=1), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(result, model.generate(PROMPT, **options))
 
 
 def test_a_left_padded_batch_gives_what_generate_gives(model):

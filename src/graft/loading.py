@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter, packaged_head
+from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter, packaged_head_of
 from graft.hub.registry import DEFAULT_MODEL
 from graft.load_options import check_load_options
 from graft.model.support import check_supported, usable_model
@@ -51,8 +51,8 @@ def load(
     draft: an EAGLE-3 or block head, by folder or hub id, or a packaged head's name; a small model, by name, as a GGUF
     file or in memory; mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the
     model's own first layers (early-exit alone chooses how many). auto: the fastest one that `graft tune` measured for
-    this model on this machine, which may be none; without measurements, the packaged head of a packaged model. None: no
-    drafter.
+    this model on this machine, which may be none; without measurements, the packaged head of a packaged model, loaded
+    by its name or by its folder. None: no drafter.
     draft_tokenizer: of a small model in memory; without one, its vocabulary must be the target's.
     policy: see `graft.spec_decode.policies`.
     budget: nodes that a round verifies; None: the policy decides, and graft takes what pays on this machine.
@@ -82,7 +82,7 @@ def load(
     model = usable_model(model)
     check_supported(model)
     if draft == "auto":
-        usual = name if name is not None and packaged_head(name) is not None else None
+        usual = packaged_head_of(name) if name is not None else None
         draft = _best_or(usual, model) if policy == DEFAULT_POLICY or POLICIES[policy].drafts else None
     if isinstance(draft, str) and draft in NAMED:
         draft = best_variant(About.of_model(model), draft) or draft
@@ -142,8 +142,12 @@ def pick_device(name: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except (RuntimeError, TypeError) as error:  # torch would list every device that it was ever built for
+        known = "auto, cpu, cuda, or cuda:1 for the second GPU"
+        raise GraftError(f"device {name!r} is not usable here: say {known}") from error
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise GraftError(f"device {str(name)!r} is not usable here: {str(error).splitlines()[0]}") from error
     return device
 

@@ -5,8 +5,9 @@ from html import escape
 from typing import Any
 
 from graft.bench import svg
-from graft.bench.results import Results, Run
+from graft.bench.results import PLAIN_NOISE, Results, Run
 from graft.bench.runner import STATELESS
+from graft.bench.turns import MAX_NOISE
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 # Each column is explained in docs/measuring.md.
@@ -86,23 +87,46 @@ def html(results: Results) -> str:
     )
 
 
-def note_on(settings: dict[str, Any]) -> str:
-    """The caveat to print beside batched or replayed results; empty if there is none."""
+def notes_on(results: Results) -> list[str]:
+    """The caveats to print beside results: cut, replayed, batched or noisy runs."""
+    settings = results.settings
+    notes = []
+    there = {run.task for run in results.runs}
+    if missing := [task for task in settings.get("tasks", {}) if task not in there]:
+        words = f"{len(there)} of {len(there) + len(missing)} tasks are here"
+        notes.append(f"This run was cut, or is not over: {words}, without {', '.join(missing)}.")
     if settings.get("replay"):
-        return "A replay of recorded answers: accepted lengths are close to live decoding, and there are no times."
-    rows = settings.get("rows", 1)
-    return f"{rows} prompts decode together: times are of the whole batch." if rows > 1 else ""
+        notes.append(
+            "A replay of recorded answers: accepted lengths are close to live decoding, and there are no times."
+        )
+        return notes
+    if (rows := settings.get("rows", 1)) > 1:
+        notes.append(f"{rows} prompts decode together: times are of the whole batch.")
+    if all(run.speedup is None for run in results.averages):
+        return notes
+    noise = results.environment.get(PLAIN_NOISE)
+    if noise is None:
+        notes.append("Each answer was timed once, so the machine's noise is not known: --repeat 3 measures it.")
+    elif noise > MAX_NOISE:
+        notes.append(
+            f"No verdict on speeds: turns of plain decoding differed by {noise:.0%} from their middle, so the machine "
+            "was too busy."
+        )
+    else:
+        notes.append(f"Turns of plain decoding differed by {noise:.0%} from their middle: that is the machine's noise.")
+    return notes
 
 
 _FRONTIER = "Large points are averages over tasks, small ones single tasks. Up and to the right is better."
-_BY_TASK = "Whiskers are 95 % intervals over prompts."
+_BY_TASK = "Whiskers are 95 % intervals over prompts, and over turns if prompts were repeated."
 _BY_DEPTH = "How often a round accepts at least this many drafted or retrieved tokens."
 _BY_SOURCE = "Tokens accepted per round, by their source. Each round adds one token that the model chose itself."
 _BY_PHASE = "Time per token of text, by phase. Shorter is faster."
 _TABLES = (
     "accepted: mean accepted length, tokens per round. passes: draft passes per round. nodes: proposals verified per "
     f"round. modelled: accepted / (1 + {USUAL_PASS_COST:g} × passes). over dense: that against the dense tree's. "
-    "differ: prompts whose text differs from plain decoding. In brackets: 95 % intervals over prompts. "
+    "differ: prompts whose text differs from plain decoding. In brackets: 95 % intervals over prompts "
+    "and turns. "
     "Phases and sources are per round."
 )
 
@@ -122,8 +146,7 @@ def _head(results: Results) -> str:
         differ, total = sum(run.differ or 0 for run in compared), sum(run.prompts for run in compared)
         tiles.append((f"{differ} of {total}", "answers differ from plain decoding"))
     boxes = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles)
-    note = note_on(settings)
-    warning = f'<p class="note">{escape(note)}</p>' if note else ""
+    warning = "".join(f'<p class="note">{escape(note)}</p>' for note in notes_on(results))
     name = escape(titled("Graft benchmark", settings))
     line = " · ".join(escape(str(fact)) for fact in facts if fact)
     return f'<header><h1>{name}</h1><p>{line}</p>{warning}<div class="tiles">{boxes}</div></header>'

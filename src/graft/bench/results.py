@@ -1,4 +1,4 @@
-"""Results of a benchmark: rates, averages over tasks, confidence intervals over prompts, and their files.
+"""Results of a benchmark: rates, averages over tasks, confidence intervals over prompts and turns, and their files.
 
 Rates are ratios of sums over a task's prompts. The average gives every task the same weight.
 """
@@ -26,12 +26,14 @@ from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 AVERAGE = "average"
+PLAIN_NOISE = "plain_noise"  # in a result's environment: how far plain decoding differed from turn to turn
 TIMED = ("tokens_per_second", "speedup")  # rates that single prompts do not have if they share a batch
 _COUNTERS = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
 _NUM_DRAWS = 2000
 _SEED = 0
 
 Rates = dict[str, NDArray[np.float64]]  # by name, one value per draw
+Picks = tuple[NDArray[np.int64], NDArray[np.int64]]  # prompts [draws, prompts, 1], turns [draws, prompts, turns]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Run:
     accepted_by_depth: dict[int, int]
     proposed_by_source: dict[str, int]
     seconds_by_phase: dict[str, float]
-    confidence: dict[str, tuple[float, float]]  # 95 % intervals over prompts, by rate
+    confidence: dict[str, tuple[float, float]]  # 95 % intervals over prompts and turns, by rate
     by_prompt: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -97,21 +99,34 @@ class Summary:
         self._is_timed_by_prompt = rows == 1
         self._runs: list[Run] = []
         self._draws: list[Rates] = []  # of each run
+        self._plain_seconds: NDArray[np.float64] | None = None  # of plain decoding, by turn
 
     def add(self, task: Sequence[Samples]) -> None:
         plain = next((s for s in task if s.variant.name == PLAIN), None)
-        picks = _draw(_num_prompts(task[0]), task=len({run.task for run in self._runs}))
+        num_prompts, num_turns = _by_prompt(task[0])["seconds"].shape
+        picks = _draw(num_prompts, num_turns, task=len({run.task for run in self._runs}))
         points, draws = self._rates(task, None), self._rates(task, picks)
         for samples, point, draw in zip(task, points, draws, strict=True):
             self._runs.append(self._run(samples, point, draw, plain))
             self._draws.append(draw)
+        if plain is not None:
+            seconds = _by_prompt(plain)["seconds"].sum(axis=0)
+            self._plain_seconds = seconds if self._plain_seconds is None else self._plain_seconds + seconds
 
     def results(self, settings: dict[str, Any], environment: dict[str, Any]) -> Results:
         keys = list(dict.fromkeys(run.key for run in self._runs))
+        environment = environment | {PLAIN_NOISE: self._plain_noise()}
         return Results(list(self._runs), [self._average(key) for key in keys], settings, environment)
 
-    def _rates(self, task: Sequence[Samples], picks: NDArray[np.int64] | None) -> list[Rates]:
-        """The task's rates of each variant. picks [draws, prompts]: bootstrap samples; None takes each prompt once."""
+    def _plain_noise(self) -> float | None:
+        """How far turns of plain decoding differ from their middle; None if there was only one, or no time."""
+        if self._plain_seconds is None or len(self._plain_seconds) < 2 or not self._is_timed:
+            return None
+        low, high = self._plain_seconds.min(), self._plain_seconds.max()
+        return float((high - low) / (high + low))
+
+    def _rates(self, task: Sequence[Samples], picks: Picks | None) -> list[Rates]:
+        """The task's rates of each variant. picks: bootstrap samples; None takes every answer once."""
         rates = [_own_rates(samples, picks, self._is_timed) for samples in task]
         names = [samples.variant.name for samples in task]
         for one in rates:
@@ -130,7 +145,7 @@ class Summary:
             state=samples.variant.state,
             prompts=num_prompts,
             differ=len(_different(samples, plain)) if is_exact and plain is not None else None,
-            confidence=self._intervals(draw) if num_prompts > 1 else {},
+            confidence=self._intervals(draw) if len(samples.samples) > 1 else {},
             by_prompt=[_prompt_facts(sample) for sample in samples.samples],
             **_totals([sample.answer.stats for sample in samples.samples], samples.samples),
             **_points(point),
@@ -188,10 +203,13 @@ def _totals(counts: Sequence[Any], times: Sequence[Any]) -> dict[str, Any]:
     return added | {"seconds_by_phase": _added(one.seconds_by_phase for one in times)}
 
 
-def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool) -> Rates:
-    """Ratios of sums over the picked prompts."""
+def _own_rates(samples: Samples, picks: Picks | None, is_timed: bool) -> Rates:
+    """Ratios of sums over the picked answers."""
     columns = _by_prompt(samples)
-    sums = {name: column.sum(keepdims=True) if picks is None else column[picks].sum(1) for name, column in columns}
+    sums = {
+        name: column.sum().reshape(1) if picks is None else column[picks].sum(axis=(1, 2))
+        for name, column in columns.items()
+    }
     rounds = sums["rounds"]
     mean_accepted = 1 + sums["accepted"] / rounds
     passes = sums["draft_passes"] / rounds
@@ -204,19 +222,27 @@ def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool
     }
 
 
-def _by_prompt(samples: Samples) -> list[tuple[str, NDArray[np.float64]]]:
-    """The columns to sum, with one value for each prompt; repetitions of a prompt are added up."""
+def _by_prompt(samples: Samples) -> dict[str, NDArray[np.float64]]:
+    """The columns to sum [prompts, turns]. A turn is one repetition of all prompts."""
     place = {prompt: row for row, prompt in enumerate(dict.fromkeys(s.prompt for s in samples.samples))}
-    table = np.zeros((len(_COUNTERS) + 1, len(place)))
+    names = (*_COUNTERS, "seconds")
+    table = np.zeros((len(names), len(place), len(samples.samples) // len(place)))
+    turns: Counter[str] = Counter()
     for sample in samples.samples:
         counts = [getattr(sample.answer.stats, name) for name in _COUNTERS]
-        table[:, place[sample.prompt]] += [*counts, sample.decode_seconds]
-    return list(zip((*_COUNTERS, "seconds"), table, strict=True))
+        table[:, place[sample.prompt], turns[sample.prompt]] = [*counts, sample.decode_seconds]
+        turns[sample.prompt] += 1
+    return dict(zip(names, table, strict=True))
 
 
-def _draw(num_prompts: int, task: int) -> NDArray[np.int64]:
-    """Bootstrap samples: prompts drawn with replacement, the same ones for all methods, so that ratios are fair."""
-    return np.random.default_rng([_SEED, task]).integers(num_prompts, size=(_NUM_DRAWS, num_prompts))
+def _draw(num_prompts: int, num_turns: int, task: int) -> Picks:
+    """Bootstrap samples: prompts drawn with replacement, and for each of them turns.
+
+    All methods get the same ones, so that ratios are fair: in a turn they answer a prompt one after the other.
+    """
+    rng = np.random.default_rng([_SEED, task])
+    prompts = rng.integers(num_prompts, size=(_NUM_DRAWS, num_prompts, 1))
+    return prompts, rng.integers(num_turns, size=(_NUM_DRAWS, num_prompts, num_turns))
 
 
 def _points(rates: Rates) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +63,28 @@ def questions(task: Task, engine: Engine, max_new_tokens: int, max_prompt_tokens
         )
         asked.append(Question(prompt.id, ids))
     return _numbered(asked)
+
+
+def without_repeats(
+    tasks: Mapping[str, list[Question]], lessons: Sequence[Question]
+) -> tuple[dict[str, list[Question]], list[Question], int]:
+    """The tasks and warm-up prompts without those that are asked elsewhere in the run, and how many were left out.
+
+    A method that has seen a prompt recalls its answer instead of decoding it. A prompt of several tasks stays in the
+    first, and a warm-up prompt that is also asked is not used to warm up.
+    """
+    seen: set[tuple[int, ...]] = set()
+    kept: dict[str, list[Question]] = {}
+    for name, asked in tasks.items():
+        new = {tuple(question.ids): question for question in reversed(asked) if tuple(question.ids) not in seen}
+        require(bool(new), f"{name}: all its prompts are in earlier tasks too, and would be recalled: leave it out")
+        kept[name] = list(reversed(new.values()))
+        seen |= new.keys()
+    others = [question for question in lessons if tuple(question.ids) not in seen]
+    words = "all warm-up prompts are asked in the run too, where they would be recalled: warm up with other prompts"
+    require(bool(others) or not lessons, words)
+    num_before, num_after = (sum(map(len, each.values())) for each in (tasks, kept))
+    return kept, others, num_before - num_after + len(lessons) - len(others)
 
 
 def cut(ids: list[int], most: int | None) -> list[int]:

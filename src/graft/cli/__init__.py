@@ -27,6 +27,7 @@ from graft.cli.load_check import load_check
 from graft.cli.plan import plan
 from graft.cli.pull import pull
 from graft.cli.serve import serve
+from graft.cli.terminal import one_line_warnings
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
@@ -72,7 +73,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            app()
+            with one_line_warnings():
+                app()
         finally:
             sys.stdout.flush()
     except GraftError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
-from graft.cli.terminal import aside, check_loading, checked_folder, load_engine
+from graft.cli.terminal import aside, check_loading, checked_folder, load_engine, notes
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
@@ -28,7 +28,9 @@ DECODING: Group = {
     "max_new_tokens": _decoding(int, "Longest answer.", "128"),
     "temperature": _decoding(float, "Higher is more varied; 0 is greedy.", "0"),
     "seed": _decoding(int, "The same seed gives the same text.", "0"),
-    "repeat": _decoding(int, "Repetitions of each prompt.", "1"),
+    "repeat": _decoding(
+        int, "Turns: times that each prompt is answered. From 2 on, intervals know the machine's noise.", "1"
+    ),
     "rows": _decoding(int, "Batch size. Prompts of a batch do not learn from each other; times are the batch's.", "1"),
 }
 HEADS: Group = {
@@ -110,7 +112,7 @@ def bench(
     from graft.bench.runner import BenchSettings, check_states
     from graft.bench.runs import OURS, check_names, make_methods
     from graft.bench.shapes import Shape
-    from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
+    from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks, without_repeats
     from graft.cli.results_table import run_and_show
     from graft.cli.traces import record_traces, replay_traces
     from graft.data import Prompt
@@ -169,7 +171,10 @@ def bench(
     assistant = _assistant(heads.get("assistant"), engine)
     exact = heads.get("exact", False)
     compared = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
-    lessons = asked(lesson)
+    tasks, lessons, num_repeats = without_repeats(tasks, asked(lesson))
+    if num_repeats:
+        words = "prompts are left out: they are in the run already, and their answers would be recalled, not decoded"
+        notes().print(f"{num_repeats} {words}", markup=False, soft_wrap=True)
     trial = asked(Task("trial", [Prompt("trial", TRIAL)]))[0]
     facts = {
         "model": _public(model_name),
@@ -191,10 +196,10 @@ def bench(
 
 def _head_name(draft: str, model_name: str) -> str | None:
     """The head to load. Unlike elsewhere, a CPU also uses the packaged head: most methods need one."""
-    from graft.loading import packaged_head
+    from graft.hub.drafters import packaged_head_of
 
     if draft == "auto":
-        return model_name if packaged_head(model_name) is not None else None
+        return packaged_head_of(model_name)
     return draft if draft != "none" else None
 
 

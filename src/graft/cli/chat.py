@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graft.engine import Engine
     from graft.model.sampler import SamplingSettings
 
-HELP = "/clear starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+HELP = "/clear starts a new conversation, /quit, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 @takes(loading=LOADING, sampling=SAMPLING)
@@ -39,7 +39,7 @@ def chat(
         match line.strip():
             case "":
                 pass
-            case "/exit":
+            case "/exit" | "/quit":
                 break
             case "/clear":
                 conversation.clear()

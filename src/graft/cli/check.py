@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +15,29 @@ from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes
 from graft.data import Prompt, read_prompts, user_message
 from graft.errors import GraftError
+from graft.settings import require
 
 if TYPE_CHECKING:
     from graft.compare import Candidate, Comparison
     from graft.engine import Engine
     from graft.model.sampler import SamplingSettings
 
+_BUDGET = 16  # nodes of every tree
+_TOKENS_PER_ACCEPTED = 20  # at least one token in so many must come from a tree
+
 
 @takes(loading=LOADING, sampling=SAMPLING)
 def check(
     data: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
     limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    min_accepted: Annotated[
+        int | None,
+        typer.Option(
+            help="Fail if fewer tokens are accepted from trees. [dim]\\[default: one for every 20 tokens; 0 with "
+            "--policy off][/]",
+            metavar="N",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     loading: Given,
@@ -36,20 +49,28 @@ def check(
 
     In fp32 and without --stop, the answers are also compared with those of transformers' generate.
 
-    Exits with 1 if an answer differs, unless the model scores both tokens exactly equal.
+    Every round verifies a tree of 16 nodes, also where trees do not pay on this machine; --budget N changes that.
+
+    Exits with 1 if an answer differs, unless the model scores both tokens exactly equal. Exits with 1 too if so few
+    tokens were accepted from trees that the comparison says little about speculation.
 
     [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
     """
+    require(min_accepted is None or min_accepted >= 0, f"--min-accepted must not be negative, not {min_accepted}")
     settings = sampling_settings(sampling)
     files = {path: read_prompts(path, limit) for path in data}
-    engine = load_engine(loading)
+    is_plain = loading.get("policy") == "off"
+    engine = load_engine(loading if is_plain else {"budget": _BUDGET} | loading)
     rows = list(_compare(engine, files, settings))
     report = _report(rows, engine, settings)
+    if min_accepted is None:
+        min_accepted = 0 if is_plain else math.ceil(report["tokens"] / _TOKENS_PER_ACCEPTED)
+    report["min_accepted"] = min_accepted
     if as_json:
         print(json.dumps(report))
     else:
         _print(report)
-    if report["differ"] > report["ties"]:
+    if report["differ"] > report["ties"] or report["accepted"] < min_accepted:
         raise typer.Exit(1)
 
 
@@ -133,8 +154,11 @@ def _print(report: dict[str, Any]) -> None:
     print(f"{report['prompts']} prompts, {report['tokens']} tokens, {report['differ']} differ")
     print(f"compared with {' and '.join(report['compared_with'])}")
     print(f"{report['accepted']} tokens accepted from trees, mean accepted length {report['mean_accepted']:.2f}")
-    if report["accepted"] == 0:
-        print("no drafted token was accepted, so this check says little about speculation")
+    if report["accepted"] < report["min_accepted"]:
+        print(
+            f"not enough: with fewer than {report['min_accepted']} accepted tokens this check says little about "
+            "speculation; give more prompts, longer answers or a drafter, or lower --min-accepted"
+        )
     if (first := report["first_difference"]) is None:
         return
     place = f"prompt {first['prompt']} (id {first['id']}), new token {first['position']}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from graft.bench.turns import Turn
     from graft.engine import Engine, Generation
 
 MAX_NEW_TOKENS = 80
@@ -33,6 +33,8 @@ PROMPTS = {
 def demo(*, loading: Given) -> None:
     """Answer four prompts by plain decoding and by Graft, and compare texts and speeds.
 
+    Plain decoding runs before and after Graft: if the two differ too much, there is no verdict on speed.
+
     Takes a minute or two on a laptop. Exits with 1 if a text differs.
 
     [dim]Example:[/] graft demo
@@ -41,8 +43,10 @@ def demo(*, loading: Given) -> None:
 
     from rich.console import Console
 
+    from graft.bench.turns import speed_of
+
     console = Console(highlight=False)
-    with console.status("Decoding each prompt both ways, twice"):
+    with console.status("Decoding each prompt plainly, with Graft, and plainly again"):
         races = _run(engine, console)
     console.print(_table(races))
     if different := [title for title, race in races.items() if not race.same]:
@@ -52,74 +56,76 @@ def demo(*, loading: Given) -> None:
             "fp32. graft check shows where the texts part, and the scores of both tokens there."
         )
         raise typer.Exit(1)
-    ratios = [race.ratio for race in races.values()]
-    console.print(
-        f"Every text was the same, token for token, at {min(ratios):.2f} to {max(ratios):.2f} times the speed. Graft "
-        "gains where an answer is easy to guess or repeats earlier text; elsewhere it falls back to plain decoding."
-    )
+    speed = speed_of([race.turn for race in races.values()])
+    accepted = f"{speed.mean_accepted:.2f} tokens a round (plain decoding has 1)"
+    console.print(f"Every text was the same, token for token, with {accepted}.")
+    if speed.doubt is not None:
+        console.print(f"No verdict on speed: {speed.doubt}.", style="bold")
+    else:
+        console.print(f"{speed.ratio:.2f} times the speed of plain decoding, give or take {speed.noise:.2f}.")
+    console.print("Graft gains where an answer is easy to guess or repeats earlier text; elsewhere it decodes plainly.")
     console.print('Next: graft generate "YOUR PROMPT" --stats, graft chat, graft check --help', style="dim")
 
 
-@dataclass
-class Race:
-    """One prompt's answers by plain decoding and by Graft."""
+class Race(NamedTuple):
+    """One prompt's answers: by plain decoding, by Graft, and by plain decoding again."""
 
-    plain: list[Generation] = field(default_factory=list)
-    graft: list[Generation] = field(default_factory=list)
+    before: Generation
+    graft: Generation
+    after: Generation
 
     @property
     def same(self) -> bool:
-        return len({tuple(answer.ids) for answer in self.plain + self.graft}) == 1
+        return len({tuple(answer.ids) for answer in self}) == 1
 
     @property
-    def ratio(self) -> float:
-        return _fastest(self.graft).stats.tokens_per_second / _fastest(self.plain).stats.tokens_per_second
+    def turn(self) -> Turn:
+        from graft.bench.turns import Turn
+
+        before, ours, after = (answer.stats.decode_seconds for answer in self)
+        return Turn(before, ours, after, self.graft.stats)
 
 
 def _run(engine: Engine, console: Console) -> dict[str, Race]:
-    """Decode all prompts both ways, twice; the faster run of each counts."""
+    """Decode every prompt three times: plainly, with Graft, and plainly again."""
     from rich.padding import Padding
 
     from graft.compare import plain_twin
     from graft.engine import Engine
 
-    races = {title: Race() for title in PROMPTS}
-    for repeated in (False, True):
-        # New engines, so that the second run does not profit from having seen the answers.
-        plain = plain_twin(engine)
-        graft = Engine(engine.target.model, engine.tokenizer, drafter=engine.drafter)
-        for each in (plain, graft):
-            each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
-        for title, prompt in PROMPTS.items():
-            message = user_message(prompt, engine.tokenizer)
-            races[title].plain.append(plain.generate(message, max_new_tokens=MAX_NEW_TOKENS))
-            races[title].graft.append(graft.generate(message, max_new_tokens=MAX_NEW_TOKENS))
-            if not repeated:
-                console.rule(title, align="left", style="dim")
-                console.print(Padding(prompt, (0, 0, 1, 4), style="dim", expand=False))
-                console.print(f"{races[title].graft[0].text}\n", markup=False)
+    plain = plain_twin(engine)
+    # A new engine, so that Graft has not seen these answers in an earlier run.
+    graft = Engine(engine.target.model, engine.tokenizer, drafter=engine.drafter)
+    for each in (plain, graft):
+        each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
+    races = {}
+    for title, prompt in PROMPTS.items():
+        message = user_message(prompt, engine.tokenizer)
+        answers = (each.generate(message, max_new_tokens=MAX_NEW_TOKENS) for each in (plain, graft, plain))
+        races[title] = Race(*answers)
+        console.rule(title, align="left", style="dim")
+        console.print(Padding(prompt, (0, 0, 1, 4), style="dim", expand=False))
+        console.print(f"{races[title].graft.text}\n", markup=False)
     return races
-
-
-def _fastest(answers: list[Generation]) -> Generation:
-    return max(answers, key=lambda answer: answer.stats.tokens_per_second)
 
 
 def _table(races: dict[str, Race]) -> Table:
     from rich.table import Table
 
+    from graft.bench.turns import speed_of
+
     table = Table("prompt")
-    for column in ("tokens", "plain tokens/s", "Graft tokens/s", "ratio", "mean accepted length", "same text"):
+    for column in ("accepted a round", "tokens", "plain tokens/s, before and after", "Graft tokens/s", "ratio", "same"):
         table.add_column(column, justify="right")
     for title, race in races.items():
-        plain, graft = _fastest(race.plain).stats, _fastest(race.graft).stats
+        speed, stats = speed_of([race.turn]), race.graft.stats
         table.add_row(
             title,
-            f"{graft.tokens}",
-            f"{plain.tokens_per_second:.1f}",
-            f"{graft.tokens_per_second:.1f}",
-            f"{race.ratio:.2f}",
-            f"{graft.mean_accepted:.2f}",
+            f"{stats.mean_accepted:.2f}",
+            f"{stats.tokens}",
+            f"{race.before.stats.tokens_per_second:.1f}, {race.after.stats.tokens_per_second:.1f}",
+            f"{stats.tokens_per_second:.1f}",
+            f"{speed.ratio:.2f}" if speed.doubt is None else "uncertain",
             "✓" if race.same else "✗",
         )
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,18 +14,8 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import check_size
 
 if TYPE_CHECKING:
+    from graft.bench.turns import Turn
     from graft.engine import Engine, Generation
-
-_MIN_NOISE = 0.03  # smallest relative uncertainty of a measured speed-up
-
-
-class Turn(NamedTuple):
-    """Wall-clock seconds of one prompt: plain decoding, Graft, and plain decoding again."""
-
-    before: float
-    ours: float
-    after: float
-    answer: Generation
 
 
 @takes(loading=LOADING)
@@ -40,18 +30,21 @@ def doctor(
 ) -> None:
     """Check that a model is supported here, list its kernels and drafters, and measure its speed-up.
 
+    Each prompt is decoded plainly before and after Graft. If the two differ too much, there is no verdict.
+
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
     [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --data my-prompts.jsonl
     """
     from graft.bench.tasks import built_in_tasks
+    from graft.bench.turns import MIN_NOISE, speed_of
     from graft.data import read_prompts, user_message
     from graft.errors import GraftError
 
     check_size("prompts", prompts)
     check_size("max_new_tokens", max_new_tokens)
-    if data is not None:
-        texts = [prompt.text for prompt in read_prompts(data, prompts)]
+    if data is not None:  # a repeated prompt would be recalled, not decoded
+        texts = list(dict.fromkeys(prompt.text for prompt in read_prompts(data)))[:prompts]
     else:  # the first prompts of each task, in turn
         texts = [task.prompts[rank].text for rank in range(10) for task in built_in_tasks()][:prompts]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
@@ -66,18 +59,27 @@ def doctor(
     _print_line("kernels", _kernels_of(engine))
     _print_line("drafters", _drafters_of(engine, name))
     turns = _measure(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
-    setup_seconds = turns[0].answer.stats.setup_seconds
+    setup_seconds = turns[0].stats.setup_seconds
     _print_line("set-up", f"{load_seconds:.1f} s to load, {setup_seconds:.1f} s before the first answer")
     if (expected := _expected(engine, turns)) is not None:
         _print_line("expected", f"{expected:.2f} times plain decoding, from accepted tokens and step times")
-    speed, noise = speed_of(turns)
+    speed = speed_of(turns)
+    _print_line("accepted", f"{speed.mean_accepted:.2f} tokens a round; plain decoding has 1")
     each = ", ".join(f"{(turn.before + turn.after) / 2 / turn.ours:.2f}" for turn in turns)
-    _print_line("measured", f"{speed:.2f} times plain decoding, plus or minus {noise:.2f} (by prompt: {each})")
-    if speed < 1 - noise:
+    _print_line("measured", f"{speed.ratio:.2f} times plain decoding, by prompt {each}")
+    _print_line(
+        "noise",
+        f"give or take {speed.noise:.2f}: so far do plain runs before and after Graft ({speed.before:.1f} s and "
+        f"{speed.after:.1f} s) differ from their mean, at least {MIN_NOISE}",
+    )
+    if speed.doubt is not None:
+        _print_line("verdict", f"none: {speed.doubt}")
+        return
+    if speed.ratio < 1 - speed.noise:
         _print_line("verdict", "slower: use --policy off, or try another drafter with graft tune --draft NAME")
         raise typer.Exit(1)
-    verdict = "faster" if speed > 1 + noise else "as fast as plain decoding; graft tune or a drafter may help"
-    _print_line("verdict", verdict)
+    is_faster = speed.ratio > 1 + speed.noise
+    _print_line("verdict", "faster" if is_faster else "as fast as plain decoding; graft tune or a drafter may help")
 
 
 def _kernels_of(engine: Engine) -> str:
@@ -95,14 +97,9 @@ def _kernels_of(engine: Engine) -> str:
     return "none: the model is not float32, the kernel was not built, or it is not faster here"
 
 
-def speed_of(turns: list[Turn]) -> tuple[float, float]:
-    """Speed-up over plain decoding on all prompts, and its uncertainty: how far the two plain runs differ."""
-    before, ours, after = (sum(seconds) for seconds in list(zip(*turns, strict=True))[:3])
-    return (before + after) / 2 / ours, max(_MIN_NOISE, abs(before - after) / (before + after))
-
-
 def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
     """Time each prompt both ways in turn, so that other load on the machine affects both alike."""
+    from graft.bench.turns import Turn
     from graft.engine import Engine
     from graft.progress import Report
 
@@ -119,7 +116,7 @@ def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> l
         for prompt in prompts:
             progress.show(Report("measuring", len(turns), len(prompts), "prompts: plain, Graft, plain again"))
             (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
-            turns.append(Turn(before, ours, after, answer))
+            turns.append(Turn(before, ours, after, answer.stats))
         progress.show(Report("measuring", len(turns), len(prompts), "done"))
     return turns
 
@@ -129,7 +126,7 @@ def _expected(engine: Engine, turns: list[Turn]) -> float | None:
     budget = getattr(engine.policy, "budget", None)
     if budget is None or not budget.step.is_known:
         return None
-    all_stats = [turn.answer.stats for turn in turns]
+    all_stats = [turn.stats for turn in turns]
     rounds = sum(stats.rounds for stats in all_stats)
     nodes, passes = sum(s.nodes for s in all_stats) / rounds, sum(s.draft_passes for s in all_stats) / rounds
     plain = budget.plain_seconds(1)

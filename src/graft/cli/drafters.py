@@ -31,14 +31,14 @@ def drafters(
     from rich.console import Console
     from rich.table import Table
 
-    from graft.loading import packaged_head
+    from graft.hub.drafters import packaged_head_of
     from graft.tuning.drafters import NONE, best_draft, drafts_for, known_results
     from graft.tuning.profile import About
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
     results = {each.draft: each for each in known_results(about)}
-    usual = model if packaged_head(model) is not None else NONE
+    usual = packaged_head_of(model) or NONE
     chosen = best_draft(about) or usual
     table = Table("speed", "accepted", "passes", "measured", "--draft", "what it is")
     names = drafts_for(model, engine.target.model)
@@ -55,12 +55,12 @@ def drafters(
 
 def _description(draft: str, model: str) -> str:
     """A drafter in a few words."""
-    from graft.hub.drafters import NAMED, name_of
+    from graft.hub.drafters import NAMED, name_of, packaged_head_of
     from graft.tuning.drafters import NONE, is_here
 
     if draft == NONE:
         return "retrieval only"
-    if draft == model:
+    if draft == packaged_head_of(model):
         return "the packaged head"
     if name_of(draft) in NAMED:
         return NAMED[name_of(draft)].what

@@ -32,10 +32,10 @@ def export_head(
 
     [dim]Example:[/] graft export-head my-head ./for-sglang --to sglang --model meta-llama/Llama-3.1-8B-Instruct
     """
+    from graft.hub.drafters import packaged_head
     from graft.hub.export import export_head as export
     from graft.hub.load import load_config
     from graft.hub.registry import PACKAGED_MODELS
-    from graft.loading import packaged_head
 
     called = name or (PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else model)
     require(

@@ -46,7 +46,7 @@ def generate(
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
-    [dim]Example:[/] graft generate "Count to ten, twice." --show-tree --color-by-origin
+    [dim]Example:[/] graft generate "Count to ten, twice." --budget 16 --show-tree --color-by-origin
 
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """
@@ -91,6 +91,9 @@ def _stream_with_rounds(
         print(rounds.paint(piece, screen) if color_by_origin else piece, end="", flush=True)
     print()
     notes().print(rounds.legend())
+    if show_tree and not rounds.has_trees:
+        words = "No round had a tree: trees did not seem to pay on this machine. --budget 16 verifies them anyway."
+        notes().print(words, soft_wrap=True)
     return stream.result
 
 
@@ -141,11 +144,16 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
         count = "all" if stats.plain_rounds == stats.rounds else f"{stats.plain_rounds} of"
         return f"{count} {stats.rounds} rounds: no tree was verified"
 
+    def recalled(stats: Stats) -> str:
+        return f"{stats.recalled} of {stats.tokens} tokens, from earlier answers" if stats.recalled else "none"
+
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", *(f"{s.tokens}" for s in answers))
     table.add_row("rounds", *(f"{s.rounds}" for s in answers))
     if any(s.plain_rounds for s in answers):
         table.add_row("plain decoding", *map(plain_rounds, answers))
+    if any(s.is_recalled for s in answers):
+        table.add_row("recalled", *map(recalled, answers))
     table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
     table.add_row("seconds", *map(by_stage, answers))
@@ -155,3 +163,9 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     if target.device.type == "cuda" and (memory := target.memory_report()):
         table.add_row("GPU memory", ", ".join(f"{what} {decimal(size)}" for what, size in memory.items()))
     notes().print(table)
+    if any(s.is_recalled for s in answers):
+        notes().print(
+            "This prompt, or one like it, was answered before, and most of that answer was recalled: the speed is not "
+            "that of new text. --no-keep-learned and GRAFT_KEEP_LEARNED=0 keep no answers.",
+            soft_wrap=True,
+        )

@@ -30,8 +30,8 @@ def load_check(
     import torch
 
     from graft.home import is_gguf
+    from graft.hub.drafters import packaged_head
     from graft.hub.load import load_config
-    from graft.loading import packaged_head
     from graft.spec_decode.proposers import block, eagle3
     from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of

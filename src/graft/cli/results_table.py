@@ -46,19 +46,27 @@ def run_and_show(
     summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
     aside("Warming up ...")
     ready = variants(compared, states, lessons, trial, settings, eos_token_ids)
-    with ProgressBars() as bars:
+    results: Results | None = None
+    try:
+        with ProgressBars() as bars:
 
-        def progress(task: str, done: int, total: int) -> None:
-            bars.show(Report(task, done, total, "prompts"))
+            def progress(task: str, done: int, total: int) -> None:
+                bars.show(Report(task, done, total, "prompts"))
 
-        for task in run(ready, tasks, settings, eos_token_ids, progress):
-            summary.add(task)
-            results = summary.results(facts, machine)
-            results.write(out)
-            (out / "report.html").write_text(html(results), encoding="utf-8")
-            name = results.runs[-1].task
-            words = ", ".join(f"{label(each)} {in_short(each)}" for each in results.runs if each.task == name)
-            bars.say(f"{name}: {words}")
+            for task in run(ready, tasks, settings, eos_token_ids, progress):
+                summary.add(task)
+                results = summary.results(facts, machine)
+                results.write(out)
+                (out / "report.html").write_text(html(results), encoding="utf-8")
+                name = results.runs[-1].task
+                words = ", ".join(f"{label(each)} {in_short(each)}" for each in results.runs if each.task == name)
+                bars.say(f"{name}: {words}")
+    except KeyboardInterrupt:
+        if results is not None:
+            _print_results(results)
+            notes().print(f"Stopped. The tasks that were done are in {out}, and report.html says so", markup=False)
+        raise
+    assert results is not None
     _print_results(results)
     notes().print(f"The results are in {out}; open report.html to look at them", markup=False)
 
@@ -66,13 +74,13 @@ def run_and_show(
 def _print_results(results: Results) -> None:
     from rich.console import Console
 
-    from graft.bench.report import note_on
+    from graft.bench.report import notes_on
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDE)
     console.print(_table(results, console.width))
-    if note := note_on(results.settings):
+    for note in notes_on(results):
         console.print(note)
     if different := [run for run in results.averages if run.differ]:
         names = ", ".join(f"{run.method} {run.differ}" for run in different)

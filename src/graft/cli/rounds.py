@@ -33,6 +33,7 @@ class Rounds:
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sources[1:])}
         self._draw_on = draw_on
         self._num_rounds = 0
+        self.has_trees = False  # whether any round verified more than its root
         self._num_tokens: Counter[str] = Counter()
         self._text = TextStream(tokenizer, prompt)  # ignores stop strings, so it may be longer than the answer
         self._origins: list[str] = []  # by character
@@ -40,6 +41,7 @@ class Rounds:
 
     def watch(self, record: RoundRecord) -> None:
         self._num_rounds += 1
+        self.has_trees |= record.num_verified > 1
         if self._draw_on is not None:
             self._draw_on.print(drawn(record, f"round {self._num_rounds}", self._colours, self._spell))
         for token, origin in zip(record.new_tokens, record.origins, strict=True):

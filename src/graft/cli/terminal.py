@@ -48,9 +48,7 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
     with without_garbage_collection():
         from graft.loading import load
 
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            engine = load(**given | loading | without, isolated=isolated)
+        engine = load(**given | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 
@@ -81,9 +79,16 @@ def _show_preparation(report: Report) -> None:
         aside("Compiling kernels and capturing CUDA graphs ...")
 
 
-def _show_warning(message: Warning | str, *where: object) -> None:
-    """Show a warning as one line without its code location, like errors."""
-    notes().print(f"warning: {message}", markup=False, soft_wrap=True)
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Show warnings as one line each, like errors, without the place and the line of code that they come from."""
+
+    def show(message: Warning | str, *where: object) -> None:
+        notes().print(f"warning: {message}", markup=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def checked_folder(out: Path | None) -> Path:

@@ -9,8 +9,10 @@ import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, takes
 from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
+from graft.data import read_prompts
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
+from graft.tuning import MIN_PROMPTS
 
 TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
@@ -38,11 +40,18 @@ def tune(
 
     Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
 
-    A fifth of the prompts measure the drafter's speed-up. graft drafters lists these results, and --draft auto chooses
-    the fastest drafter.
+    It takes at least 5 prompts. A fifth of them measure the drafter's speed-up. graft drafters lists these results, and
+    --draft auto chooses the fastest drafter.
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
+    count = len({prompt.text for path in prompts for prompt in read_prompts(path, limit)})
+    require(
+        portable or count >= MIN_PROMPTS,  # checked before torch is imported
+        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
+        "give more, or make a profile without times with --portable",
+    )
+
     from graft.bench.tasks import questions, read_tasks
     from graft.model.sampling_settings import SamplingSettings
 
@@ -57,15 +66,15 @@ def tune(
     tasks = read_tasks(prompts, limit)
     check_loading(loading)
 
-    from graft.hub.drafters import NAMED
-    from graft.loading import load, packaged_head
+    from graft.hub.drafters import NAMED, packaged_head_of
+    from graft.loading import load
     from graft.tuning.drafters import full_name, measure, remember, split_prompts
     from graft.tuning.profile import profile_path
     from graft.tuning.tuning import tune as learn
 
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # the usual drafter: earlier measurements must not decide what is measured now
-        draft = model if packaged_head(model) is not None else "none"
+        draft = packaged_head_of(model) or "none"
     choose = NAMED[draft].choose if draft in NAMED else None  # chooses by the prompts, once the model is loaded
     engine = load_engine(loading | {"profile": "none", "draft": draft if choose is None else "none"})
     asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
@@ -89,5 +98,3 @@ def tune(
         remember(profile.about, result)
         words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
-    elif not portable:
-        notes().print("The drafter was not measured: this takes at least 5 prompts", markup=False)

@@ -23,7 +23,7 @@ from graft.engine.jobs import Job
 from graft.engine.prompts import Prompt, encode_prompt, render_chat, require_tokenizer
 from graft.engine.rounds import Rounds
 from graft.engine.settings import SchedulerSettings
-from graft.errors import ContextError
+from graft.errors import ContextError, GraftError
 from graft.model import target_for
 from graft.model.sampler import Chooser, SamplingSettings
 from graft.model.support import usable_model
@@ -101,10 +101,15 @@ class Engine(Rounds):
         prompts = list(prompts)
         good = each is None or len(each) == len(prompts)
         require(good, f"each has options for {len(each or ())} prompts, and there are {len(prompts)}")
-        groups = [
-            self.new_sequences(self.encode(prompt), SamplingSettings.of({**options, **own}))
-            for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
-        ]
+        groups = []
+        for number, (prompt, own) in enumerate(zip(prompts, each or [{}] * len(prompts), strict=True), start=1):
+            settings = SamplingSettings.of({**options, **own})
+            try:
+                groups.append(self.new_sequences(self.encode(prompt), settings))
+            except GraftError as error:
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
         for _ in self.rounds([sequence for group in groups for sequence in group]):
             pass
         return [Generation.of(group) for group in groups]

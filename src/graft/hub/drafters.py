@@ -16,8 +16,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.home import is_gguf
-from graft.hub.registry import PACKAGED_MODELS
+from graft.errors import GraftError
+from graft.home import check_no_adapter, is_gguf, is_hub_id
+from graft.hub.manifest import packaged_name
+from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.support import usable_model
@@ -89,7 +91,18 @@ def check_draft(draft: str) -> None:
     elif draft.endswith(".gguf"):
         require(is_gguf(draft), f"no drafter at {draft}: there is no such file")
     else:
+        _check_place(draft)
         read_config(folder_of(draft, ("config.json",)))
+
+
+def _check_place(draft: str) -> None:
+    """Raise a GraftError for a name that can be neither a folder nor a hub id, and for a PEFT adapter's folder."""
+    path = Path(draft).expanduser()
+    if path.is_dir():
+        check_no_adapter(path)
+    elif not path.exists() and not is_hub_id(draft):
+        kinds = f"neither {' nor '.join(NAMED)}, nor packaged, nor a local folder, nor a hub id (owner/name)"
+        raise GraftError(f"no drafter at {draft!r}: it is {kinds}; {suggestion(draft, NAMED)}")
 
 
 def is_possible(draft: str, model: PreTrainedModel) -> bool:
@@ -192,3 +205,9 @@ def packaged_head(name: str) -> Path | None:
     """The folder of the head for the packaged model of this name, if the package has one."""
     folder = _HEADS / name
     return folder if name in PACKAGED_MODELS and folder.is_dir() else None
+
+
+def packaged_head_of(model: str) -> str | None:
+    """The name of the packaged head for a model: a packaged one, by its name or by the folder that `pull` made."""
+    name = model if model in PACKAGED_MODELS else packaged_name(Path(model).expanduser())
+    return name if name is not None and packaged_head(name) is not None else None

@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from graft.errors import GraftError, ModelError
-from graft.home import is_gguf
+from graft.home import check_no_adapter, is_gguf
 from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
+from graft.model.support import check_decoder_only
 from graft.quiet import quiet_transformers
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
@@ -39,6 +40,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         # A hub id may need a long download, whose progress bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -48,6 +50,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 attn_implementation="eager" if has_soft_cap else None,  # the default ignores the cap
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
             )
             model, report = loaded  # a pair, because of output_loading_info
             model.to(device)
@@ -59,6 +62,12 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         raise ModelError(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
+        )
+    if misfits := sorted(report["mismatched_keys"]):
+        weight, its, expected = misfits[0]
+        raise ModelError(
+            f"cannot load {name}: the weights do not fit config.json: {weight} is {list(its)} in the files and "
+            f"{list(expected)} by the config ({len(misfits)} such weights); one of the two is another model's"
         )
     speed_up(model)
     return model, tokenizer
@@ -93,7 +102,10 @@ def _source(name: str) -> Path | str:
     path = Path(name).expanduser()
     if is_gguf(path):
         return convert_once(path)
-    return path if path.is_dir() else name
+    if path.is_dir():
+        check_no_adapter(path)
+        return path
+    return name
 
 
 def _reason(source: Path | str, error: Exception) -> str:

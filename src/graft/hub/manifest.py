@@ -10,7 +10,7 @@ from typing import Any
 
 from graft.errors import ModelError
 from graft.files import sha256_of
-from graft.hub.registry import PackagedModel
+from graft.hub.registry import PACKAGED_MODELS, PackagedModel
 
 MANIFEST = "graft.json"
 
@@ -59,6 +59,16 @@ def sources_of(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return found if isinstance(found, list) else []
+
+
+def packaged_name(folder: Path) -> str | None:
+    """The packaged model that this folder holds; None if it is another model's folder, or no folder."""
+    try:
+        facts = _read(folder)
+        model = PACKAGED_MODELS.get(facts["name"])
+        return model.name if model is not None and facts["gguf_sha256"] == model.gguf_sha256 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read(folder: Path) -> Any:

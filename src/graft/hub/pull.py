@@ -37,9 +37,11 @@ from rich.progress import (
 from graft.errors import ModelError
 from graft.files import sha256_of
 from graft.home import model_folder
+from graft.hub.gguf_header import checked_header
 from graft.hub.manifest import check_sizes, record_files, sources_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
+_BF16_BYTES = 2  # of a weight
 _DIGITS = 12  # of the hash in the name of a converted file's folder
 
 
@@ -72,12 +74,15 @@ def _make_once(folder: Path, make: Callable[[], None], force: bool = False) -> N
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    from graft.hub.convert import convert_gguf
-
+    num_bytes = _BF16_BYTES * checked_header(gguf).num_weights
     prefix = _clear_scratch(folder)
+    _check_free_space(folder.parent, num_bytes)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
-        with _stage(f"Converting {gguf.name}, once, to bf16 safetensors in {folder}"):
+        size = readable_size(num_bytes)
+        with _stage(f"Converting {gguf.name}, once, to {size} of bf16 safetensors in {folder}"):
+            from graft.hub.convert import convert_gguf
+
             try:
                 convert_gguf(gguf, new)
             except Exception as error:  # transformers raises many kinds for a file that it cannot read
@@ -305,6 +310,8 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if not folder.exists():  # a failure leaves nothing behind; a waiting process sees that the file is gone
+            _lock_path(folder).unlink(missing_ok=True)
         lock.release()
 
 

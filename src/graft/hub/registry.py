@@ -3,16 +3,13 @@
 To add a model, add an entry here. `pull` fetches and converts it.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from graft.errors import ModelError
-from graft.home import is_gguf
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+from graft.home import is_gguf, is_hub_id
 
 
 @dataclass(frozen=True)
@@ -174,9 +171,9 @@ def packaged_model(name: str) -> PackagedModel:
     return PACKAGED_MODELS[name]
 
 
-def suggestion(name: str) -> str:
-    """A hint for a misspelt model name."""
-    close = get_close_matches(name, PACKAGED_MODELS, n=1)
+def suggestion(name: str, more: Iterable[str] = ()) -> str:
+    """A hint for a misspelt name of a model, or of one of `more`."""
+    close = get_close_matches(name, [*PACKAGED_MODELS, *more], n=1)
     names = ", ".join(PACKAGED_MODELS)
     return f"did you mean {close[0]}? (packaged models: {names})" if close else f"packaged models: {names}"
 
@@ -188,7 +185,7 @@ def check_model_name(name: str) -> None:
         return
     if path.is_file():
         raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
-    if not _HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         raise ModelError(
             f"unknown model {name!r}, neither packaged, nor a local folder, nor a hub id (owner/name): "
             + suggestion(name)

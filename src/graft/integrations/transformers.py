@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
@@ -94,6 +96,10 @@ def decode(
     text_tokenizer: for `stop`, a datastore, or a draft model with another vocabulary.
     """
     check_supported(model)
+    # `generate` does not pass its assistant_model on to a custom_generate.
+    if sys._getframe(1).f_locals.get("assistant_model") is not None:
+        words = "graft.decode does not use assistant_model=: give the model as draft= to draft with it"
+        warnings.warn(words, stacklevel=2)
     _check(input_ids, generation_config, logits_processor, model_kwargs)
     require_known("noise", noise, ("torch", "keyed"))
     if stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
 
@@ -43,6 +43,12 @@ def usable_model(model: PreTrainedModel) -> PreTrainedModel:
     return inner
 
 
+def check_decoder_only(config: PreTrainedConfig, name: str) -> None:
+    """Raise a GraftError for the config of an encoder-decoder. name: of the model, for the message."""
+    if config.is_encoder_decoder:
+        raise GraftError(f"{name} is an encoder-decoder; Graft decodes decoder-only models")
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raise a GraftError with the reason if a model cannot verify trees."""
     kind = type(model).__name__
@@ -57,8 +63,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{kind} was quantized by quantize_dynamic, which scales all tokens of a forward together, so its text "
             "would depend on the number of tokens: quantize with torchao"
         )
-    if model.config.is_encoder_decoder:
-        raise GraftError(f"{kind} is an encoder-decoder; Graft decodes decoder-only models")
+    check_decoder_only(model.config, kind)
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     strange = sorted(types - _LAYER_TYPES)
     if strange or (getattr(model, "_is_stateful", False) and not types):

@@ -69,6 +69,16 @@ class Stats:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
+    def recalled(self) -> int:
+        """Tokens that were copied from earlier answers."""
+        return self.accepted_by_source.get("past", 0)
+
+    @property
+    def is_recalled(self) -> bool:
+        """Whether most of the answer was copied from earlier ones, so that its speed is not that of new text."""
+        return 2 * self.recalled > self.tokens
+
+    @property
     def seconds(self) -> float:
         """Wall-clock time from the call to the end of the answer."""
         return self.setup_seconds + self.prefill_seconds + self.decode_seconds

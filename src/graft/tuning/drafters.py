@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from graft.engine import Engine
 from graft.files import replacing
 from graft.home import graft_home, is_gguf, model_folder
-from graft.hub.drafters import NAMED, name_of, packaged_head
+from graft.hub.drafters import NAMED, name_of, packaged_head, packaged_head_of
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.request.stats import Stats
+from graft.tuning import MIN_PROMPTS
 from graft.tuning.profile import About, machine_digest
 
 NONE = "none"  # retrieval alone
-_MEASURED = 5  # one of so many prompts is for measuring, the others are for learning
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def measure(
     """Answer the prompts in turns, plainly and with the engine, and compare. draft: the name of its drafter."""
     plain = Engine(engine.target.model, engine.tokenizer, policy="off")
     seconds, num_tokens, drafted = {plain: 0.0, engine: 0.0}, {plain: 0, engine: 0}, list[Stats]()
-    for each in (plain, engine):  # one-time work
-        each.generate(prompts[0], max_new_tokens=min(max_new_tokens, 8))
+    # One-time work. Not with a whole prompt: its answer would be recalled when it is asked again.
+    for each in (plain, engine):
+        each.generate(prompts[0][: (len(prompts[0]) + 1) // 2], max_new_tokens=min(max_new_tokens, 8))
     for number, prompt in enumerate(prompts, start=1):
         for each in (plain, engine):
             stats = each.generate(prompt, max_new_tokens=max_new_tokens).stats
@@ -76,12 +77,16 @@ def measure(
 
 
 def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to learn from and prompts to measure with; if there are few, all are for learning."""
-    if len(prompts) < _MEASURED:
+    """Prompts to learn from and prompts to measure with; if there are few, all are for learning.
+
+    Repeated prompts are left out: a prompt that was asked before is recalled, not decoded.
+    """
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+    if len(prompts) < MIN_PROMPTS:
         return list(prompts), []
     parts: tuple[list[list[int]], list[list[int]]] = ([], [])
     for number, prompt in enumerate(prompts, start=1):
-        parts[number % _MEASURED == 0].append(prompt)
+        parts[number % MIN_PROMPTS == 0].append(prompt)
     return parts
 
 
@@ -128,7 +133,7 @@ def is_here(draft: str) -> bool:
 def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
     """Names of drafters that fit a model: none, its packaged head, those made of the model itself, smaller packaged
     models, and those measured before."""
-    heads = [name] if packaged_head(name) is not None else []
+    heads = [head] if (head := packaged_head_of(name)) is not None else []
     most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
     smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
     measured = [each.draft for each in known_results(About.of_model(model))]

@@ -1,7 +1,7 @@
 """Chooses the exit layer of an early-exit drafter by expected speed.
 
-On the model's own greedy answers it counts how often each of a few layers would have chosen the same token. The cost of
-a layer is the share of the weights that a draft pass reads.
+On the model's own greedy answers it counts how often each of a few layers has the model's token among its likeliest,
+which is how often a tree would hold it. The cost of a layer is the share of the weights that a draft pass reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.data import user_message
@@ -26,8 +26,9 @@ from graft.tree.tree import DraftTree
 
 EARLY_EXIT = "early-exit"  # for `--draft`, alone or with a layer: early-exit:8
 _MAX_PROMPTS = 8  # to choose a layer by
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of all layers, to try
-_MAX_NEW_TOKENS = 32
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # of all layers, to try
+_MAX_NEW_TOKENS = 16
+_NUM_DRAFTS = 4  # tokens of a layer that a tree holds in one place, as on a CPU
 _MAX_DRAFTED = 8  # tokens a round
 # Of several kinds, and not from the benchmark.
 _PROMPTS = (
@@ -43,14 +44,19 @@ class ExitEstimate:
     """Expected agreement, cost and speed of an exit layer."""
 
     layer: int
-    agreement: float  # share of tokens that it would choose like the whole model
+    acceptance: float  # share of the model's tokens that are among its likeliest
     cost: float  # of a draft pass, in forwards of the whole model
 
     @property
     def speed(self) -> float:
-        """Tokens by cost of a round with chains of the best length. Plain decoding is 1."""
-        drafted = range(1, _MAX_DRAFTED + 1)
-        return max(sum(self.agreement**i for i in range(n + 1)) / (1 + n * self.cost) for n in drafted)
+        """Tokens by cost of a round with the best number of draft passes. Plain decoding is 1."""
+        passes = range(1, _MAX_DRAFTED + 1)
+        return max(sum(self.acceptance**i for i in range(n + 1)) / (1 + n * self.cost) for n in passes)
+
+    @property
+    def accepted_per_cost(self) -> float:
+        """Accepted tokens by the cost of the pass that drafted them. A single pass pays above 1."""
+        return self.acceptance / self.cost
 
 
 def named_layer(draft: str) -> int | None:
@@ -82,12 +88,19 @@ def _encode(prompt: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
 
 
 def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> int:
-    """The layer with the best expected speed on answers to the first of these prompts."""
-    best = max(estimate_exits(model, prompts[:_MAX_PROMPTS]), key=lambda each: each.speed)
+    """The layer with the best expected speed on answers to the first of these prompts.
+
+    If no layer pays, the least slow one would be the cheapest, which drafts next to nothing. Then it is the one that
+    comes closest to paying: the most accepted tokens by cost.
+    """
+    estimates = estimate_exits(model, prompts[:_MAX_PROMPTS])
+    best = max(estimates, key=lambda each: each.speed)
     if best.speed <= 1:
+        best = max(estimates, key=lambda each: each.accepted_per_cost)
         warnings.warn(
-            f"no exit layer is expected to pay; the best, {best.layer}, chooses {best.agreement:.0%} of the model's "
-            "tokens: models that were trained for early exit draft better",
+            f"no exit layer is expected to pay; the one that comes closest, {best.layer}, would have "
+            f"{best.acceptance:.0%} of its guesses accepted, and guessing costs {best.cost:.0%} of a forward: models "
+            "that were trained for early exit draft better",
             stacklevel=2,
         )
     return best.layer
@@ -103,17 +116,22 @@ def estimate_exits(
     tried = tuple(layers) or tuple(sorted({max(round(share * count), 1) for share in _SHARES} - {count}))
     for layer in tried or (1,):
         check_exit_layer(model, layer)
-    agreed, num_tokens = torch.zeros(len(tried)), 0
+    accepted, num_tokens = torch.zeros(len(tried)), 0
     for answer, hidden in _greedy_answers(TargetRunner(model, tried), prompts):
         for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
-            agreed[number] += (exit_logits(model, own[None])[0].argmax(dim=-1).cpu() == answer).sum()
+            likeliest = exit_logits(model, own[None])[0].topk(_NUM_DRAFTS, dim=-1).indices.cpu()
+            accepted[number] += (likeliest == answer[:, None]).any(dim=-1).sum()
         num_tokens += len(answer)
     output_layer: Any = model.get_output_embeddings()
-    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], output_layer))
+    sizes, head = [_num_weights(each) for each in all_layers], _num_weights(output_layer)
     return [
-        ExitEstimate(layer, float(share), (layer * each + head) / (count * each + head))
-        for layer, share in zip(tried, agreed / max(num_tokens, 1), strict=True)
+        ExitEstimate(layer, float(share), (sum(sizes[:layer]) + head) / (sum(sizes) + head))
+        for layer, share in zip(tried, accepted / max(num_tokens, 1), strict=True)
     ]
+
+
+def _num_weights(part: nn.Module) -> int:
+    return sum(weight.numel() for weight in part.parameters())
 
 
 def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
