@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from graft.engine.device_rows import ReadChunk
 from graft.engine.staging import Staging
+from graft.model.cuda_graphs import StepBuffers
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.base import named, part_of
@@ -101,3 +104,32 @@ class DeviceLearning:
         self._num_past += len(ids)
         ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
         texts.past_end.copy_(ends)
+
+    # Prompts
+
+    def warm_up(self, round: DeviceRound, buffers: StepBuffers) -> None:
+        """Compile what learns from prompts. A token of no row teaches nothing."""
+        rows, salts = self._staging.send([1, 0, -1, -1]), self._staging.send([0], torch.int64)
+        self._learn_texts(round, buffers, slice(0, 1), rows, salts)
+
+    def learn_prompts(self, round: DeviceRound, buffers: StepBuffers, chunks: Sequence[ReadChunk]) -> None:
+        """Let the tables learn from the chunks of prompts that the last step read."""
+        firsts = np.array([int(chunk.verified.index[0, 0]) for chunk in chunks])
+        counts = [len(chunk.following) for chunk in chunks]
+        first, end = int(firsts.min()), int((firsts + counts).max())
+        rows = np.full(end - first, len(chunks))  # tokens of prompts that do not learn belong to no row
+        for row, (start, count) in enumerate(zip(firsts - first, counts, strict=True)):
+            rows[start : start + count] = row
+        before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
+        numbers = self._staging.send(np.concatenate([rows, firsts - first, before.ravel()]))
+        salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
+        self._learn_texts(round, buffers, slice(first, end), numbers, salts)
+
+    @staticmethod
+    def _learn_texts(round: DeviceRound, buffers: StepBuffers, own: slice, numbers: Tensor, salts: Tensor) -> None:
+        """own: the step's tokens. numbers: the row of each, and by row its first token and the two tokens before it."""
+        num_rows = len(salts)
+        rows, starts, before = numbers.split([own.stop - own.start, num_rows, 2 * num_rows])
+        step = (*(column.contiguous() for column in buffers.columns[:3, own]), rows)
+        top = (buffers.top_tokens[own], buffers.top_logits[own])
+        round.learn(step, starts, before.view(2, -1), salts, *top, num_rows=num_rows, is_text=True)

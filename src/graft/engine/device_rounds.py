@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -180,9 +179,7 @@ class DeviceRounds:
                 kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 for choice, (learns, passes) in itertools.product(Choice, kinds):
                     self._capture(round, buffers, tables, shape, self.contexts[0], choice, learns, passes, draft)
-            if round.tables is not None:  # compile what learns from prompts; a token of no row teaches nothing
-                one = (self._staging.send([1, 0, -1, -1]), self._staging.send([0], torch.int64))
-                self._learn_texts(round, buffers, slice(0, 1), *one)
+            self._learned.warm_up(round, buffers)
 
     # Launching
 
@@ -470,36 +467,14 @@ class DeviceRounds:
         return read
 
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
-        """Let the tables learn from the chunks of prompts that the last step read."""
+        """Let drafter and tables learn from the chunks of prompts that the last step read."""
+        if self._drafter is not None:
+            self._drafter.read_chunks([(chunk.draft, chunk.row, chunk.verified, chunk.following) for chunk in chunks])
         if self.failure is not None:
             return
-        firsts = [int(chunk.verified.index[0, 0]) for chunk in chunks]
-        counts = [chunk.verified.counts[0] for chunk in chunks]
-        first = min(firsts)
-        size = max(map(add, firsts, counts)) - first
-        rows = np.full(size, len(chunks))  # tokens of prompts that do not learn belong to no row
-        for row, (start, count) in enumerate(zip(firsts, counts, strict=True)):
-            rows[start - first : start - first + count] = row
-        before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
         with self._target.launching(1) as (buffers, _):
-            if self._round is not None and self._must_move():
-                return  # a little is not learned while the pool grows
-            round = self._round_for(self._target.pool)
-            if round.tables is None:
-                return
-            starts = np.array(firsts) - first
-            numbers = self._staging.send(np.concatenate([rows, starts, before.ravel()]))
-            salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
-            self._learn_texts(round, buffers, slice(first, first + size), numbers, salts)
-
-    @staticmethod
-    def _learn_texts(round: DeviceRound, buffers: StepBuffers, own: slice, numbers: Tensor, salts: Tensor) -> None:
-        """own: the step's tokens. numbers: the row of each, and by row its first token and the two tokens before it."""
-        num_rows = len(salts)
-        rows, starts, before = numbers.split([own.stop - own.start, num_rows, 2 * num_rows])
-        step = (*(column.contiguous() for column in buffers.columns[:3, own]), rows)
-        top = (buffers.top_tokens[own], buffers.top_logits[own])
-        round.learn(step, starts, before.view(2, -1), salts, *top, num_rows=num_rows, is_text=True)
+            if self._round is None or not self._must_move():  # a little is not learned while the pool grows
+                self._learned.learn_prompts(self._round_for(self._target.pool), buffers, chunks)
 
     # What was learned
 

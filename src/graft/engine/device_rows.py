@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings, truncates
@@ -33,8 +33,11 @@ class Choice(IntEnum):
 
 
 class ReadChunk(NamedTuple):
-    """A chunk of a prompt that a step has read, for the tables to learn from."""
+    """A chunk of a prompt that a step has read, to learn from."""
 
     verified: VerifyOutput
     preceding: list[int]  # the two tokens before it, or fewer at the beginning of the prompt
+    following: list[int]  # the token after each
     salt: int  # whose table entries they become
+    draft: Any  # the drafter's state, if there is a drafter, and the row in it
+    row: int

@@ -169,39 +169,29 @@ class Rounds:
 
     def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
         """Learn from prefilled chunks. A failure ends that sequence alone, or those that the device learns together."""
-        together: list[tuple[PrefillChunk, VerifyOutput]] = []
+        together: list[tuple[TokenSequence, ReadChunk]] = []
         for part, verified in zip(chunks, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
             start = end - len(part.chunk.tokens)
+            preceding, following = sequence.ids[max(start - 2, 0) : start], sequence.ids[start + 1 : end + 1]
             try:
                 sequence.read_prompt(start, verified)
                 if sequence.speculates and part.batch.is_on_device:
-                    together.append((part, verified))
+                    salt = self.policy.salt_of(sequence)
+                    chunk = ReadChunk(verified, preceding, following, salt, part.batch.draft, part.row)
+                    together.append((sequence, chunk))
                 elif sequence.speculates:
-                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
+                    self.policy.read(part.batch, part.row, verified, following)
             except Exception as error:
                 sequence.failure = error
-        try:
-            self._learn_on_device(together)
-        except Exception as error:
-            for part, _ in together:
-                part.batch.sequences[part.row].failure = error
-
-    def _learn_on_device(self, chunks: Sequence[tuple[PrefillChunk, VerifyOutput]]) -> None:
-        """Let the device learn from all chunks of a step at once."""
-        if not chunks:
+        if not together:
             return
         assert self.device_rounds is not None
-        texts, entries = [], []
-        for part, verified in chunks:
-            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
-            start = end - len(part.chunk.tokens)
-            salt = self.policy.salt_of(sequence)
-            texts.append(ReadChunk(verified, sequence.ids[max(start - 2, 0) : start], salt))
-            entries.append((part.batch.draft, part.row, verified, sequence.ids[start + 1 : end + 1]))
-        self.device_rounds.learn_prompts(texts)
-        if self.policy.drafter is not None:
-            self.policy.drafter.read_chunks(entries)
+        try:
+            self.device_rounds.learn_prompts([chunk for _, chunk in together])
+        except Exception as error:
+            for sequence, _ in together:
+                sequence.failure = error
 
     def _settle(self, batch: Batch) -> None:
         """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""
