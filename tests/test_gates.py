@@ -200,7 +200,7 @@ def test_the_flag_is_read_when_a_kernel_runs_and_the_inner_gate_counts():
     target, normed = torch.zeros_like(source), torch.zeros_like(source)
 
     def copy(stream: Tensor) -> None:
-        layer_kernels.add_norm(stream, None, weight, 1e-5, target, normed)
+        layer_kernels.add_norm(stream, torch.zeros_like(stream), weight, 1e-5, target, normed)
 
     with gate.under(own):
         copy(source)

@@ -39,8 +39,8 @@ def noise_of_tokens(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def added(logits: Tensor, factors: Tensor, noise: Tensor) -> Tensor:
-    """logits [B, ...] times factors [B], plus noise."""
-    return torch.addcmul(noise, logits.float(), factors.view(-1, *[1] * (logits.dim() - 1)))
+    """logits [B, ...] times factors [B], plus noise, in float32."""
+    return torch.addcmul(noise, logits, factors.view(-1, *[1] * (logits.dim() - 1)))
 
 
 @dataclass(frozen=True)
