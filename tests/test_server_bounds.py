@@ -251,7 +251,7 @@ def test_an_answer_whose_calls_have_a_grammar_ends_where_it_ends(url, rule):
 def test_nothing_given_is_silently_ignored(url):
     assert "guided_regex" in message_of(post(url, prompt="x", guided_regex=""))
     for more in ({"tools": [TOOL]}, {"chat_template_kwargs": {"a": True}}):
-        assert "require messages" in message_of(post(url, "/tokenize", prompt="x", **more))
+        assert "requires messages" in message_of(post(url, "/tokenize", prompt="x", **more))
 
 
 def test_a_chunked_body_that_is_too_large_is_counted_as_such():

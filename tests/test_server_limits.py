@@ -83,6 +83,92 @@ def test_a_schema_that_is_not_strict_may_be_one_that_cannot_be_compiled(url):
     assert post(url, prompt="x", response_format=wanted).status_code == 400
 
 
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"stop": ["a"] * 17}, "stop: at most 16 entries are allowed, not 17", "stop"),
+        ({"prompt": ["a"] * 129}, "prompt: at most 128 entries are allowed, not 129", "prompt"),
+        ({"prompt": ""}, "prompt: it is empty", "prompt"),
+        ({"prompt": ["a", ""]}, "prompt.1: it is empty", "prompt.1"),
+        ({"prompt": [[]]}, "prompt.0: it is empty", "prompt.0"),
+        ({"prompt": [1, 999999]}, "the prompt holds 999999, which is no token id of this model (0 to 258)", "prompt"),
+        ({"max_tokens": 1024}, "the model's maximum context length is 1024 tokens, and the prompt has 1: "
+         "max_tokens can be at most 1023, not 1024", "max_tokens"),
+        ({"prompt": "x" * 1024},
+         "the model's maximum context length is 1024 tokens, and the prompt has 1024", "prompt"),
+        ({"guided_json": ENDLESS},
+         "guided_json cannot be used: it asks for a text without end, or is too complex", "guided_json"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json cannot be used: nothing fits it", "guided_json"),
+        ({"guided_json": {"type": "string", "pattern": "("}},
+         "guided_json cannot be used: invalid regular expression: unclosed group", "guided_json"),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex cannot be used: nothing fits it", "guided_regex"),
+    ],
+)  # fmt: skip
+def test_errors_are_short_and_name_the_field_of_the_api(url, body, message, param):
+    answer = post(url, **{"prompt": "x", **body})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+    assert answer.json()["error"]["param"] == param
+    assert (answer.json()["error"]["code"] == "context_length_exceeded") == ("context" in message)
+
+
+def test_a_grammar_that_fails_later_says_so_in_one_line(url):
+    endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/e"}}, "required": ["a"]}
+    parts = {"b": {"enum": [1, 2]}, "a": {"$ref": "#/$defs/e"}}
+    schema = {"type": "object", "properties": parts, "required": ["b", "a"]}
+    answer = post(url, prompt="x", guided_json={"$defs": {"e": endless}, **schema}, max_tokens=300)
+    reason = "it asks for a text without end, or is too complex"
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"guided_json cannot be followed: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 1024}, "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1024}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1024}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x" * 2000}, "input"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}},
+         "text.format"),
+    ],
+)  # fmt: skip
+def test_each_endpoint_names_its_own_fields(url, path, body, field):
+    error = post(url, path, **body).json()["error"]
+    assert error["param"] == field and (field in error["message"] or "the prompt has" in error["message"])
+
+
+def test_the_newer_length_wins_and_large_seeds_are_seeds(url):
+    body = {**CHAT, "max_tokens": 9, "max_completion_tokens": 3, "ignore_eos": True}
+    assert post(url, "/v1/chat/completions", **body).json()["usage"]["completion_tokens"] == 3
+    drawn = [
+        post(url, prompt="x", seed=seed, max_tokens=12, n=2).json()["choices"]
+        for seed in (2**63 - 1, 2**63 - 1, 2**63 - 2, -(2**63))
+    ]
+    texts = [[choice["text"] for choice in choices] for choices in drawn]
+    assert texts[0] == texts[1] and len({tuple(text) for text in texts}) == 3 and texts[0][0] != texts[0][1]
+
+
+def test_an_answer_continues_the_assistants_last_message(url):
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "It is"}]
+    asked = {"temperature": 0, "max_tokens": 6}
+    continued = post(url, "/v1/chat/completions", messages=messages, continue_final_message=True, **asked).json()
+    # The tokenizer's own template, by hand.
+    same = post(url, "/v1/completions", prompt="[user]x\n[assistant]It is", **asked).json()
+    assert continued["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    ids = post(url, "/tokenize", messages=messages, continue_final_message=True).json()["tokens"]
+    assert post(url, "/detokenize", tokens=ids).json()["prompt"] == "[user]x\n[assistant]It is"
+    refused = post(url, "/v1/chat/completions", **CHAT, continue_final_message=True)
+    assert refused.status_code == 400 and "requires a last message of the assistant" in refused.text
+
+
+def test_guided_json_may_be_text(url):
+    for schema in ({"enum": [17]}, '{"enum": [17]}'):
+        assert post(url, prompt="x", guided_json=schema).json()["choices"][0]["text"] == "17"
+
+
 def events_of(answer):
     return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
 

@@ -445,6 +445,55 @@ def test_where_no_call_is_forced_a_strict_function_is_called_by_its_schema(name)
     assert not is_whole(written(good) + written(good)), "one at most"
 
 
+def forced(url, **body):
+    """Finish reason, content and calls of a forced answer, which must be the same whether it is streamed or not."""
+    body = {**CHAT, "tool_choice": "required", "temperature": 0, **body}
+    whole = post(url, "/v1/chat/completions", **body).json()["choices"][0]
+    calls = [tuple(call["function"].values()) for call in whole["message"].get("tool_calls", ())]
+    lines = post(url, "/v1/chat/completions", stream=True, **body).text.splitlines()
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    content = "".join(choice["delta"].get("content") or "" for choice in choices)
+    streamed = [["", ""] for _ in calls]
+    for part in (part for choice in choices for part in choice["delta"].get("tool_calls", ())):
+        for place, key in enumerate(("name", "arguments")):
+            streamed[part["index"]][place] += part["function"].get(key, "")
+    assert content == (whole["message"]["content"] or "") and [tuple(call) for call in streamed] == calls
+    assert choices[-1]["finish_reason"] == whole["finish_reason"]
+    return whole["finish_reason"], content, calls
+
+
+def test_a_forced_answer_ends_with_its_call(url):
+    # The bias makes a second call much more likely than an end.
+    body = {"tools": [CLOCK], "logit_bias": {"2": -50}, "max_tokens": 200}
+    assert forced(url, **body) == ("tool_calls", "", [("clock", "{}")])
+    _, content, calls = forced(url, parallel_tool_calls=True, **body)
+    assert content == "" and len(calls) > 1, "several come only if they are asked for"
+
+
+@pytest.mark.parametrize("length", [1, 11, 12, 30, 50, 55, 60, 75])
+def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text(url, length):
+    """The lengths are those of a call, one token a letter: in the marker, the name, the arguments, the second call."""
+    body = {"tools": [CLOCK], "logit_bias": {"2": -50}, "parallel_tool_calls": True}
+    reason, content, calls = forced(url, max_tokens=length, **body)
+    assert reason == "length" and content == "" and all(name == "clock" for name, _ in calls)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(url, mode):
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = ChatRequest(**CHAT, tools=TOOLS, tool_choice=choice)
+    assert body.offered == body.tools and [tool.function.name for tool in body.callable] == ["clock"]
+    assert body.must_call == (mode == "required") and body.constrains_calls
+    allowed["tools"].append({"type": "function", "function": {"name": "x"}})
+    answer = post(url, "/v1/chat/completions", **CHAT, tools=TOOLS, tool_choice=choice)
+    assert answer.status_code == 400 and "'x', which is not among the tools" in answer.text
+    allowed["tools"].pop()
+    if mode == "required":
+        reason, content, calls = forced(url, tools=TOOLS, tool_choice=choice)
+        assert (reason, content, [name for name, _ in calls]) == ("tool_calls", "", ["clock"])
+
+
 def test_one_call_at_most_if_parallel_calls_are_not_wanted(url):
     for seed in range(2):
         body = {**CHAT, "tools": [CLOCK], "tool_choice": "required", "seed": seed, "temperature": 1.5}

@@ -77,8 +77,8 @@ class ChatTemplate:
         }
         try:
             hidden = self._control_tokens.hide(given)
-            text = self._render(**hidden.given)
-            whole = self._render(**given) if hidden.placeholders else text
+            text = self._render(**hidden.given, field=body.prompt_field)
+            whole = self._render(**given, field=body.prompt_field) if hidden.placeholders else text
         except RecursionError:
             raise RefusedError(400, "the tools are nested too deeply", "tools") from None
         return RenderedChat(whole, text, hidden, self._thinks(body, text))
@@ -101,16 +101,17 @@ class ChatTemplate:
         markers = (*(self.format.markers if has_tools else ()), *(THINK_MARKERS if thinks is not None else ()))
         return frozenset(self.marker_ids[marker] for marker in markers if marker in self.marker_ids)
 
-    def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
+    def _render(self, messages: list[Json], tools: list[Json], options: Json, field: str) -> str:
+        """Render the template. field: where the request has the messages."""
         if not self.renders_tools:
             messages, tools = without_tools(messages, tools), []
         try:
             return self._engine.render_chat(messages, **({"tools": tools} if tools else {}), **options)
         except GraftError as error:
-            raise RefusedError(400, str(error), "messages") from error
+            raise RefusedError(400, str(error), field) from error
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             message = f"the model's chat template refuses these messages: {error}"
-            raise RefusedError(400, message, "messages") from error
+            raise RefusedError(400, message, field) from error
 
     def _probe(self) -> bool:
         """Whether the template writes tools into the prompt."""

@@ -74,7 +74,8 @@ class ControlTokens:
     def encode(self, text: str, hidden: Hidden) -> list[int] | None:
         """Token ids of a text that was rendered with placeholders; None if it has to be rendered without them.
 
-        That is so if nothing was hidden, if the template changed a placeholder, or if the tokenizer cannot be copied.
+        That is so if nothing was hidden, if the template changed a placeholder, if the tokenizer cannot be copied,
+        or if the text is invalid.
         """
         if not hidden.placeholders or self._pattern is None:
             return None
@@ -84,7 +85,12 @@ class ControlTokens:
         named = self._pattern.sub(lambda found: self._secret_names[found[0]], text)
         for name, placeholder in hidden.placeholders.items():
             named = named.replace(placeholder, name)
-        return copy.encode(named) if hidden.nonce not in named.lower() else None
+        if hidden.nonce in named.lower():
+            return None
+        try:
+            return copy.encode(named)
+        except UnicodeEncodeError:  # half a character, which is refused with its place
+            return None
 
     def _copied(self) -> _Copy | None:
         with self._lock:

@@ -308,6 +308,8 @@ class ChatPrompt(Strict):
     add_generation_prompt: Bool | None = None  # True, unless the last message is continued
     continue_final_message: Bool | None = False  # the answer continues the last message, which is an assistant's
 
+    prompt_field: ClassVar[str] = "messages"
+
     @model_validator(mode="after")
     def _can_be_continued(self) -> Self:
         if not self.continue_final_message:
@@ -340,8 +342,6 @@ class ChatRequest(Sampling, ChatPrompt, InertChat):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: Bool | None = None  # False: at most one call. True: a forced answer may have several
     reasoning_effort: Effort | None = None
-
-    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
@@ -485,8 +485,6 @@ class TokenizeRequest(ChatPrompt):
     add_special_tokens: Bool | None = None
     return_token_strs: Off = None
     mm_processor_kwargs: NoEntries = None
-
-    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
