@@ -70,7 +70,7 @@ class ChatTemplate:
         variables = body.chat_template_kwargs or {}
         for name in sorted(variables.keys() & self._own_names):
             raise RefusedError(400, f"chat_template_kwargs.{name} is not supported", f"chat_template_kwargs.{name}")
-        given = {
+        given: Json = {
             "messages": with_names([message.as_dict() for message in body.messages or ()]),
             "tools": [tool.as_dict() for tool in body.offered],
             "options": {**body.template_options, **variables},

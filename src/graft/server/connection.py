@@ -50,7 +50,7 @@ class TimedProtocol(H11Protocol):
         # In these states a part of the head or body is still missing.
         self._watch(self.conn.their_state in (h11.IDLE, h11.SEND_BODY))
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. Returns whether to keep the connection open, to answer what it has asked.
 
         A client that is gone looks the same until something is sent to it, so it is probed while it waits.

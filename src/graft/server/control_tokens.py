@@ -131,7 +131,9 @@ class _Copy:
             flags = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
             added = AddedToken(name, **flags)
             (self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens)([added])
-            self._ids[self._tokenizer.token_to_id(name)] = number
+            new = self._tokenizer.token_to_id(name)
+            assert new is not None
+            self._ids[new] = number
 
     def encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
