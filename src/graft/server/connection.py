@@ -29,7 +29,6 @@ GRACE = 3.0  # seconds that clients have to read the last events when the server
 EVENT_STREAM = "graft.event_stream"  # key of a request's scope: whether its answer is a stream of events
 _FIRST_PROBE, _LAST_PROBE = 0.05, 5.0  # seconds between probes of a client that has stopped sending
 
-
 log = logging.getLogger("graft.server")
 
 
@@ -79,7 +78,9 @@ class TimedProtocol(H11Protocol):
 
     def _probe_client(self, seconds: float) -> None:
         """Send something that clients skip. If the client is gone, one of the next probes fails."""
-        self._probe = None
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
         probe: h11.Event | None = None
         if self.conn.our_state is h11.SEND_RESPONSE:
             probe = h11.InformationalResponse(status_code=100, headers=[])
