@@ -151,7 +151,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(on_device
     there = dict(first_trees)
     first_trees.clear()
     with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.BY_ITSELF", ())
+        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         host = block_heads.make_engine(model, "graft", BlockDrafter(network, settings))
         host.generate_batch(PROMPTS, **options)
     for prompt in map(tuple, PROMPTS):
