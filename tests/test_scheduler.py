@@ -431,7 +431,8 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
     monkeypatch.setattr(scheduler.engine, "run_round", note)
     options = options | {"max_new_tokens": 28, "ignore_eos": True}
     gate = Gate(scheduler.engine.target, num_free=0)
-    running = [Asked(scheduler, f"abab {number}", seed=number, **options) for number in range(2)]
+    long = options | {"max_new_tokens": 56}  # they are decoded until all prompts are read, however much is accepted
+    running = [Asked(scheduler, f"abab {number}", seed=number, **long) for number in range(2)]
     gate.let(5)
     for request in running:
         request.next()
@@ -439,7 +440,7 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
     late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
     gate.open()
     for number, request in enumerate(running):
-        assert request.wait() == alone(model, f"abab {number}", seed=number, **options)
+        assert request.wait() == alone(model, f"abab {number}", seed=number, **long)
     for prompt, request in zip(prompts, late, strict=True):
         assert request.wait() == alone(model, prompt, seed=7, n=2 if prompt == "short" else 1, **options)
     assert max(number for rows, number in mixed if rows >= 2) >= 2, "several are read in one step"

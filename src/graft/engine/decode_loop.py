@@ -172,6 +172,8 @@ class DecodeLoop:
 
     def _next_chunks(self) -> list[PrefillChunk]:
         """The prompt chunks of the coming step, in the order in which requests came."""
+        if not self._prefills:
+            return []
         others = len(self._jobs)
         if True in self._batches:
             others = max(others, padded(len(self._batches[True].sequences), ROWS))

@@ -16,7 +16,7 @@ from torch import Tensor
 from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.spec_decode.cost_model import CLIP, OPTIMISM, WEIGHT, SecondsByRows, StepCost, row_class
 
-_WASTE = 0.01  # share of the time that proposing in vain may cost
+WASTE = 0.01  # share of the time that proposing in vain may cost
 _GAIN, _FADING = 0.6, 0.8  # of a draft pass, before any was observed
 _FIRST_EXPECTED, _FIRST_ACCEPTED = 3.0, 1.5  # accepted tokens of verified nodes, before any were verified
 _STEADY = round(1 / WEIGHT) - 1  # observations of a running mean, after which each new one has the same weight
@@ -286,7 +286,7 @@ class Budget:
             self._num_rows = num_rows
             self._profit += WEIGHT * (own - self._profit)
             profit = self._profit
-        self._balance = min(self._balance + _WASTE + profit, 1.0)  # old profits do not pay for long
+        self._balance = min(self._balance + WASTE + profit, 1.0)  # old profits do not pay for long
         self._tokens += WEIGHT * (num_tokens / num_rows - self._tokens)
         self._time += WEIGHT * (time - self._time)
 

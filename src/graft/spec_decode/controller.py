@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from graft.model.noise import NUM_KINDS
-from graft.spec_decode.budget import PassGains, PassGainsByKind
+from graft.spec_decode.budget import WASTE, PassGains, PassGainsByKind
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _TRY = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
-_WASTE = 0.01  # share of the time that trying trees may cost where plain rounds are better
 _FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
 _STEP, _MORE = 3, 1.5  # rounds are captured for every third number of draft passes; more than usual, as rounds differ
 _MEAN = 0.1  # weight of a round in the mean gain by number of nodes
@@ -142,7 +141,7 @@ class Controller:
         loss = num_rows - rate * plain_seconds - net  # tokens
         if loss > 0:
             self._since_trees += 1
-            if loss > _WASTE * self._since_trees * num_rows:
+            if loss > WASTE * self._since_trees * num_rows:
                 return plain
         return self._with_thresholds(size, kinds, rate)
 
