@@ -281,6 +281,12 @@ def test_priors_split_by_noise_have_the_prior_as_their_mean():
     np.testing.assert_allclose(by_noise(prior).view(3, 8).numpy() @ weights, prior.numpy(), rtol=1e-5)
 
 
+def test_good_noise_does_not_make_a_copy_likely_that_is_rarely_right():
+    """A copy that is right at one place in twenty is mostly of a token that the model hardly considers there."""
+    often, rarely = by_noise(torch.tensor([0.9, 0.05])).view(2, 8)
+    assert rarely[0] < 0.15 and often[0] > 0.9
+
+
 # What cannot be drawn
 
 

@@ -20,7 +20,7 @@ _NUM_POWERS = 12  # path probabilities are counted by power of two; as in the C 
 _PATH_PRIOR = 8.0  # weight of the prior that path probabilities are right, in accepted nodes
 _PATH_MEMORY = 256.0  # accepted nodes after which old ones fade
 _NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # of the buckets of E = exp(-g); as in the C code
-_NEARLY, _HARDLY = 0.97, 0.03  # probabilities of copied tokens, see `by_noise`
+_NEARLY, _HARDLY = 0.97, 0.003  # probabilities of copied tokens, see `by_noise`
 _MEMORY = 1024.0  # observations after which old ones fade
 
 
@@ -89,19 +89,17 @@ def by_noise(prior: Tensor) -> Tensor:
     """Priors [buckets] of tokens that are drawn with this probability, split by how their noise speaks for them.
 
     With E = exp(-g) of its noise g, a token of probability p is drawn with probability exp(-E (1 - p) / p). The result
-    [buckets * noises] is its mean over each bucket of E. A prior is a mean over many places, and at most of them a
-    copied token is nearly certain or hardly possible, so half of its weight is on two such probabilities.
+    [buckets * noises] is its mean over each bucket of E. A prior is a mean over many places, and at almost all of them
+    a copied token is either nearly certain or hardly possible. So a high noise does not make an unlikely copy likely.
     """
-    mean = prior.double().clamp(_HARDLY, _NEARLY)
-    certain = (mean - _HARDLY) / (_NEARLY - _HARDLY)  # so that the mean of both is the prior
-    nearly, hardly = (_drawn_by_noise(torch.full_like(mean, p)) for p in (_NEARLY, _HARDLY))
-    split = certain[:, None] * nearly + (1 - certain)[:, None] * hardly
-    return ((_drawn_by_noise(mean) + split) / 2).float().flatten()
+    certain = ((prior.double() - _HARDLY) / (_NEARLY - _HARDLY)).clamp(0, 1)[:, None]  # the mean of both is the prior
+    nearly, hardly = (_drawn_by_noise(p) for p in (_NEARLY, _HARDLY))
+    return (certain * nearly + (1 - certain) * hardly).float().flatten()
 
 
-def _drawn_by_noise(p: Tensor) -> Tensor:
-    """P(a token of probability p [n] is drawn), [n, noises] by bucket of E."""
-    rate = (1 / p - 1)[:, None]
+def _drawn_by_noise(p: float) -> Tensor:
+    """P(a token of probability p is drawn), [noises] by bucket of E."""
+    rate = 1 / p - 1
     starts, ends = torch.tensor([0.0, *_NOISE_ENDS]).double(), torch.tensor([*_NOISE_ENDS, torch.inf]).double()
     # E is exponential: the integral of exp(-E) exp(-rate E) over the bucket, by that of exp(-E).
     drawn = ((-(1 + rate) * starts).exp() - (-(1 + rate) * ends).exp()) / (1 + rate)

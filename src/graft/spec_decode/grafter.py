@@ -99,7 +99,8 @@ class Grafter:
         for retriever in self.retrievers:
             names.extend(retriever.names)
             priors.extend(retriever.prior)
-            sampled_priors.extend(map(by_noise, retriever.prior) if retriever.splits_by_noise else retriever.prior)
+            sampled = retriever.sampled_prior
+            sampled_priors.extend(map(by_noise, sampled) if retriever.splits_by_noise else sampled)
         self.sources = tuple(names)
         self.calibration, self.path_calibration = Calibration(priors, sampled_priors), PathCalibration()
 

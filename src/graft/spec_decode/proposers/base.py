@@ -80,6 +80,7 @@ class Retriever(Learner, Protocol):
     """A proposer that runs no model."""
 
     prior: Tensor  # [sources, buckets] P(accepted | parent accepted) before any observation
+    sampled_prior: Tensor  # the same in sampled rows, whose text repeats earlier text less often
     splits_by_noise: bool  # whether each bucket is split by the token's noise, in sampled rows; else the score has it
 
     def propose(

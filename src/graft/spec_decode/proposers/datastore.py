@@ -33,6 +33,7 @@ class DatastoreLookup:
             [0.07, 0.22, 0.85, 0.92, 0.97],  # from 32
         ]
     ).view(1, -1)
+    sampled_prior = prior
 
     def __init__(self, datastore: Datastore, num_chains: int = 4, depth: int = 16, num_drafted: int = 4) -> None:
         """num_drafted: drafted nodes to look up, besides the root."""

@@ -20,6 +20,7 @@ _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
 # Prior acceptance probability over the successor's probability in its earlier context. The longer the n-gram, the more
 # of that context is the same.
 _PRIOR_FACTORS = {1: 0.5, 2: 0.7, 3: 0.85}
+_SAMPLED = 0.6  # a factor of priors in sampled rows, measured at temperatures 0.7 and 1
 
 
 class NgramTables:
@@ -47,6 +48,7 @@ class NgramTables:
         self.names = tuple(_NAMES[order] for order in orders)
         self.common: tuple[str, ...] = () if isolated else self.names
         self.prior = torch.stack([_PRIOR_FACTORS[order] * BUCKET_PROBABILITIES for order in orders])
+        self.sampled_prior = _SAMPLED * self.prior
         self._waves = waves
         self._beam = beam
 
