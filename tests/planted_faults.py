@@ -772,8 +772,8 @@ FAULTS = (
     Fault(
         "keys: paths that begin like an open one need none",
         _GUARD,
-        'if self._keys and scope["path"] not in OPEN:',
-        'if self._keys and not scope["path"].startswith(tuple(OPEN)):',
+        'if self._key_names and scope["path"] not in OPEN:',
+        'if self._key_names and not scope["path"].startswith(tuple(OPEN)):',
         ("test_server.py::test_keys_are_asked_for",),
     ),
     Fault(
