@@ -5,8 +5,8 @@ take pages of the KV cache as their texts grow. When none are free, the youngest
 pages, waits, and is prefilled again. Its text does not change.
 
 `Engine.generate` and the other verbs drive a loop of their own; a server's thread (`scheduler.py`) drives one for all
-its requests. A batch is always the one before a step or the one after it, so only the requests whose own step or round
-failed end without their answers.
+its requests. A step changes a batch completely or not at all, so only the requests whose own step or round failed end
+without their answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence
 from graft.request.stats import Clock
 
-_WORTH_WAITING = 256  # tokens that two prompts share, from which on the second waits until the first is prefilled
+_MIN_SHARED_TOKENS = 256  # tokens that two prompts share, from which on the second waits until the first is prefilled
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class DecodeLoop:
     # Admission
 
     def _admit(self) -> None:
-        """Start waiting requests in order, as long as there is room. If nothing runs, there is."""
+        """Start waiting requests in order, as long as there is room. If nothing runs, the first one always starts."""
         while True:
             with self._changed:
                 if not self._waiting:
@@ -140,10 +140,10 @@ class DecodeLoop:
         if self.settings.prefix_cache_tokens == 0:
             return False
         sequence = job.sequences[0]
-        count = max(_WORTH_WAITING, len(sequence.ids) // 2)
+        count = max(_MIN_SHARED_TOKENS, len(sequence.ids) // 2)
         return any(
             self.pages.salt(other.job, other.job.sequences[0]) == self.pages.salt(job, sequence)
-            and len(sequence.ids) > count < len(other.job.sequences[0].ids)
+            and min(len(sequence.ids), len(other.job.sequences[0].ids)) > count
             and sequence.ids[:count] == other.job.sequences[0].ids[:count]
             for other in self._prefills
         )
@@ -390,10 +390,13 @@ class DecodeLoop:
                     with failures_logged("the policy learns nothing from an answer"):
                         self.engine.finish(batch, sequence)
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
-        # A failure has changed nothing, so a second try may succeed.
-        if rows and (error := self._keep_rows(batch, rows) and self._keep_rows(batch, rows)) is not None:
-            self._fail_batch(batch, error, gone)
-            return
+        if rows:
+            error = self._keep_rows(batch, rows)
+            if error is not None:  # it has changed nothing, so a second try may succeed
+                error = self._keep_rows(batch, rows)
+            if error is not None:
+                self._fail_batch(batch, error, gone)
+                return
         for sequence in gone:
             sequence.failure = None  # its traceback holds the whole batch
         if not rows:
@@ -439,7 +442,7 @@ class DecodeLoop:
     # For whoever drives the loop
 
     def _report(self, sequence: Sequence) -> None:
-        """Called for every answer while the device works, and at its end. Here its sequence tells all."""
+        """Called for every answer while the device works, and at its end. The scheduler overrides it."""
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """End a request. Here its caller raises the error."""

@@ -56,7 +56,7 @@ from graft.tree.tree import DraftTree
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
-_NUMBERS = itertools.count(1)  # of memories of rounds
+_ROUND_IDS = itertools.count(1)  # of the memories that rounds are captured over
 _RING = 3  # rounds whose inputs and results have memory of their own
 
 
@@ -151,9 +151,9 @@ class DeviceRounds:
 
     def _is_last(self, batch: Batch) -> bool:
         """Whether the round in flight probably ends all answers: then a further one would be thrown away."""
-        rounds = self._flight
-        assert rounds is not None
-        own = {id(sequence) for sequence in rounds.sequences}
+        flight = self._flight
+        assert flight is not None
+        own = {id(sequence) for sequence in flight.sequences}
         return all(
             id(sequence) in own and sequence.num_remaining <= 1.5 * sequence.stats.mean_accepted
             for sequence in batch.sequences
@@ -231,7 +231,7 @@ class DeviceRounds:
             target.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
             longest = max(longest, chunk.row.length)
         if self._flight is not None and self._must_move():
-            # The pool has grown, so the texts on the device move: what is in flight is to be known first.
+            # The pool has grown, so the texts on the device move: take the round in flight first.
             self.flush(Clock())
         setups = num_setups_of(target, self._drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
@@ -312,7 +312,7 @@ class DeviceRounds:
             drafter, device = self._drafter, pool.device
             old, self._known = self._round, weakref.WeakSet()
             self._target.drop_captures(self._round_number)
-            self._round_number = next(_NUMBERS)
+            self._round_number = next(_ROUND_IDS)
             self._round = DeviceRound(
                 max_rows=min(padded(pool.num_table_rows, ROWS), MAX_TREE_TOKENS),
                 num_table_rows=pool.num_table_rows,

@@ -21,9 +21,12 @@ from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
-_TRY = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
+_FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
 _FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
-_STEP, _MORE = 3, 1.5  # rounds are captured for every third number of draft passes; more than usual, as rounds differ
+_PASS_STRIDE, _PASS_MARGIN = (
+    3,
+    1.5,
+)  # rounds are captured for every third number of draft passes; more than usual, as rounds differ
 _MEAN = 0.1  # weight of a round in the mean gain by number of nodes
 
 
@@ -50,8 +53,8 @@ class Outcome:
     reaches: Sequence[float]  # by pass that was made, and by the next
     num_passes: int
     kinds: Sequence[int]  # by row, see `RowDraws.kind`
-    tried: np.ndarray
-    fitted: np.ndarray
+    tried: np.ndarray  # candidates whose parents were accepted, by cell of the calibration table
+    fitted: np.ndarray  # of these, accepted
     propose_seconds: float  # 0 if unknown
     step_seconds: float
     rest_seconds: float  # of the outcome, and of the pause before the round
@@ -121,15 +124,15 @@ class Controller:
         if self.fixed is not None:
             most = num_rows * (1 + self.fixed)
             size = next((size for size in sizes if size >= most), sizes[-1])
-            return self._with_thresholds(size, kinds, 0.0)
+            return self._plan_tree(size, kinds, 0.0)
         if not self.step.is_known:
             return plain
         plain_seconds = self._seconds(num_rows, padded_rows, num_prefill_tokens)
         rate = num_rows / self._seconds(num_rows, padded_rows)
         if not self._gains:
-            limit = _TRY * self._step_seconds(padded_rows + num_prefill_tokens)
+            limit = _FIRST_STEP_COST * self._step_seconds(padded_rows + num_prefill_tokens)
             cheap = [size for size in sizes if self._step_seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
-            return self._with_thresholds(cheap[-1], kinds, rate)
+            return self._plan_tree(cheap[-1], kinds, rate)
         tokens = [
             num_rows + self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows) for size in sizes
         ]
@@ -143,9 +146,9 @@ class Controller:
             self._since_trees += 1
             if loss > WASTE * self._since_trees * num_rows:
                 return plain
-        return self._with_thresholds(size, kinds, rate)
+        return self._plan_tree(size, kinds, rate)
 
-    def _with_thresholds(self, size: int, kinds: Sequence[int], rate: float) -> Plan:
+    def _plan_tree(self, size: int, kinds: Sequence[int], rate: float) -> Plan:
         """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
         num_rows, gains = len(kinds), self._passes_of(kinds)
         self._since_trees = 0
@@ -157,7 +160,9 @@ class Controller:
             thresholds.append(min(needed))
         limit = 0
         if thresholds and num_rows > thresholds[0]:
-            limit = next((limit for limit in self.pass_limits if limit >= self._usual_passes + _MORE), self.num_passes)
+            limit = next(
+                (limit for limit in self.pass_limits if limit >= self._usual_passes + _PASS_MARGIN), self.num_passes
+            )
         return Plan(
             size, limit, [*thresholds[: max(limit, 1)], *[math.inf] * (self.num_passes + 2)][: self.num_passes + 2]
         )
@@ -190,7 +195,7 @@ class Controller:
     @property
     def pass_limits(self) -> list[int]:
         """Numbers of draft passes that a round may be captured for, rising; with 0 only retrieval proposes."""
-        return [0, *range(_STEP, self.num_passes, _STEP), self.num_passes] if self.num_passes else [0]
+        return [0, *range(_PASS_STRIDE, self.num_passes, _PASS_STRIDE), self.num_passes] if self.num_passes else [0]
 
     @property
     def _ratio(self) -> float:

@@ -1,6 +1,6 @@
 """The choice of tokens from logits as Triton kernels: temperature, bias, truncation, keyed noise and argmax.
 
-Importing this module needs Triton. The result is that of `sampler.truncated` and `sampler.gumbel_noise`. Nothing is
+Importing this module needs Triton. The result is that of `sampler.truncated` and `noise.gumbel_noise`. Nothing is
 sorted, and a token's choice does not depend on the other tokens of a step. Three kernels read the logits once each, and
 a fourth reads what they found:
 

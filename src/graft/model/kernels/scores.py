@@ -69,7 +69,7 @@ def key_of(token: tl.tensor, row: tl.tensor, depths: tl.tensor, seeds: tl.tensor
 
 @triton.jit
 def with_noise(score: tl.tensor, ids: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Scores plus `sampler.gumbel_noise`, in float64."""
+    """Scores plus `noise.gumbel_noise`, in float64."""
     bits = mixed(key + ids.to(tl.uint64) * GOLDEN)
     uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
     return score.to(tl.float64) - tl.log(-tl.log(uniform))
