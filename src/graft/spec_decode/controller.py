@@ -23,10 +23,8 @@ from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
 _FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
-_PASS_STRIDE, _PASS_MARGIN = (
-    3,
-    1.5,
-)  # rounds are captured for every third number of draft passes; more than usual, as rounds differ
+_PASS_STRIDE = 3  # rounds are captured for every third number of draft passes
+_PASS_MARGIN = 1.5  # passes that a round may make beyond the usual number, as rounds differ
 _MEAN = 0.1  # weight of a round in the mean gain by number of nodes
 
 
@@ -160,9 +158,8 @@ class Controller:
             thresholds.append(min(needed))
         limit = 0
         if thresholds and num_rows > thresholds[0]:
-            limit = next(
-                (limit for limit in self.pass_limits if limit >= self._usual_passes + _PASS_MARGIN), self.num_passes
-            )
+            most = self._usual_passes + _PASS_MARGIN
+            limit = next((limit for limit in self.pass_limits if limit >= most), self.num_passes)
         return Plan(
             size, limit, [*thresholds[: max(limit, 1)], *[math.inf] * (self.num_passes + 2)][: self.num_passes + 2]
         )
