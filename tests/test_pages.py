@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, SamplingSettings
+from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Failure, Job
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
@@ -387,3 +388,24 @@ def test_the_result_of_a_running_or_cancelled_stream_ends_at_the_stop_string():
             assert stream.result.text == byte_tokenizer().decode(answer[:place])
             stream.cancel()
     assert engine.target.pool.num_free == engine.target.pool.num_pages
+
+
+def test_at_the_end_of_the_context_a_row_gets_no_more_slots_than_it_can_hold():
+    engine = Engine(tiny_model("llama", max_position_embeddings=64), policy="off")
+    loop = DecodeLoop(engine, SchedulerSettings(max_rows=1), max_batched_tokens=64)
+    loop.pages.slots_ahead = 1000  # of a drafter with wide and deep trees
+    job = Job(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=64 - len(PROMPT))))
+    loop.submit(job)
+    while loop.has_work:
+        loop.step()
+    assert job.error is None and len(job.sequences[0].new_ids) == 64 - len(PROMPT)
+
+
+def test_an_engine_without_a_prefix_cache_leaves_that_of_another_alone(captured):
+    model = tiny_model("llama", max_position_embeddings=512)
+    keeps, other = Engine(model, policy="off"), Engine(model, policy="off", prefix_cache=False)
+    assert keeps.target.pool is other.target.pool
+    prompt = PROMPT * 20
+    keeps.generate(prompt, max_new_tokens=2)
+    other.generate(PROMPT, max_new_tokens=2)
+    assert keeps.generate(prompt, max_new_tokens=2).stats.cached_tokens > 0

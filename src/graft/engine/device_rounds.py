@@ -8,6 +8,7 @@ bound, and a row that has ended is found out one round late: its surplus round i
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,7 +39,6 @@ from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws
-from graft.model.runner import outputs_of
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -53,6 +53,8 @@ from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import DraftTree
+
+_log = logging.getLogger(__name__)
 
 _PAST_TOKENS = 1 << 18  # of finished texts that are searched
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
@@ -463,8 +465,7 @@ class DeviceRounds:
         buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
         buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
         step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
-        _, read = outputs_of(step, buffers.logits, buffers.hidden, None, True)
-        return read
+        return buffers.outputs_of(step)[1]
 
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
         """Let drafter and tables learn from the chunks of prompts that the last step read."""
@@ -517,7 +518,10 @@ class DeviceRounds:
             sequence.stats.draft_passes += num_passes
             seen = TreeRow(tree, None, number, names, None, common)
             _try(sequence, partial(sequence.extend, new, accepted, seen))
-        self._count(flight, clock, nodes, num_passes, tree)
+        try:
+            self._count(flight, clock, nodes, num_passes, tree)
+        except Exception:  # costs speed at most, and no answer
+            _log.exception("nothing is learned from a round")
 
     def _count(
         self,

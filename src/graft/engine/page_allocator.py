@@ -114,12 +114,12 @@ class PageAllocator:
         return [
             (sequence, row)
             for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True)
-            if PAGE * len(row.pages) < row.length + self.slots_ahead
+            if PAGE * len(row.pages) < self._clamped(row.length + self.slots_ahead)
         ]
 
     def extend(self, row: Row) -> None:
         """Give a row pages for what the coming round writes."""
-        self.pool.ensure(row, row.length + self.slots_ahead)
+        self.pool.ensure(row, self._clamped(row.length + self.slots_ahead))
 
     def trim(self, batches: Iterable[Batch]) -> bool:
         """Take back pages that rows do not need yet. Whether there were any."""
@@ -142,7 +142,7 @@ class PageAllocator:
 
     def shrink_prefix_cache(self) -> None:
         """Forget the oldest texts beyond the limit of the prefix cache."""
-        if self.settings.prefix_cache_tokens is not None:
+        if self.settings.prefix_cache_tokens:  # with 0 nothing was kept, and what is there is another engine's
             with failures_logged("the prefix cache keeps texts beyond its limit"):
                 self.pool.evict(self.settings.prefix_cache_tokens)
 
@@ -151,7 +151,8 @@ class PageAllocator:
 
     def _num_pages(self, sequence: Sequence) -> int:
         """Pages for the prompt and the longest possible answer."""
-        return _pages(sequence.num_prompt_tokens + sequence.settings.most_new_tokens + self.slots_ahead)
+        whole = sequence.num_prompt_tokens + sequence.settings.most_new_tokens
+        return _pages(self._clamped(whole + self.slots_ahead))
 
     def _num_slots(self, sequence: Sequence) -> int:
         """Slots to start with: for the whole answer if plenty is free, because adjacent pages are read faster.
@@ -161,7 +162,12 @@ class PageAllocator:
         whole = self._num_pages(sequence)
         if not self.pool.is_fixed or self.pool.num_free - whole > self.pool.num_pages // 2:
             return PAGE * whole
-        return len(sequence.ids) + self.slots_ahead
+        return self._clamped(len(sequence.ids) + self.slots_ahead)
+
+    def _clamped(self, num_slots: int) -> int:
+        """Not more than a row can hold: near the end of the model's context trees are smaller."""
+        most = self.pool.max_slots
+        return num_slots if most is None else min(num_slots, most)
 
 
 @contextmanager
