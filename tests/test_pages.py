@@ -403,7 +403,7 @@ def test_at_the_end_of_the_context_a_row_gets_no_more_slots_than_it_can_hold():
 
 def test_an_engine_without_a_prefix_cache_leaves_that_of_another_alone(captured):
     model = tiny_model("llama", max_position_embeddings=512)
-    keeps, other = Engine(model, policy="off"), Engine(model, policy="off", prefix_cache=False)
+    keeps, other = (Engine(model, policy="off", prefix_cache=keeps) for keeps in (True, False))
     assert keeps.target.pool is other.target.pool
     prompt = PROMPT * 20
     keeps.generate(prompt, max_new_tokens=2)
