@@ -602,7 +602,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
     target = folder_of(tmp_path, "target", byte_level, model_for(byte_level, num_hidden_layers=6))
     words = ("generate", "the dog", "--max-new-tokens", "6", "--model", target, "--device", "cpu")
     expected = graft(*words, "--policy", "off").out
-    found = {name: graft(*words, "--policy", "dense", "--draft", draft) for name, draft in named.items()}
+    found = {name: graft(*words, "--budget", "7", "--draft", draft) for name, draft in named.items()}
     for name, start, words_of_it in (
         ("changes", "error: ", "does not restore text"),
         ("nothing", "error: ", "config.json is missing: give the folder of a draft head or a model"),
@@ -618,7 +618,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
 def test_the_commands_take_it(graft, folders, tmp_path):
     names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
     plain = graft("generate", "the dog", "--max-new-tokens", "6", *names[:2], "--policy", "off")
-    assert graft("generate", "the dog", "--max-new-tokens", "6", *names, "--policy", "dense").out == plain.out
+    assert graft("generate", "the dog", "--max-new-tokens", "6", *names, "--budget", "7").out == plain.out
     data = tmp_path / "task.jsonl"
     data.write_text(json.dumps({"prompt": "the dog"}) + "\n")
     record = graft("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"), *names)

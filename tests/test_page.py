@@ -378,6 +378,7 @@ def test_settings_open_over_the_page_and_nothing_moves(open_page, size):
     page = open_page(viewport=size)
     where = """[...document.querySelectorAll("header *, main *")].filter((one) => one.checkVisibility())
         .map((one) => one.getBoundingClientRect()).map(({ x, y, width, height }) => [x, y, width, height])"""
+    page.wait_for_function("document.querySelector('#model').textContent !== ''")  # it is told after the page is there
     before = page.evaluate(where)
     for opening, popover in (("#open-settings", "#settings"), ("#open-chats", "#chats")):
         page.click(opening)

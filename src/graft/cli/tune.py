@@ -45,13 +45,6 @@ def tune(
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
-    count = len({prompt.text for path in prompts for prompt in read_prompts(path, limit)})
-    require(
-        portable or count >= MIN_PROMPTS,  # checked before torch is imported
-        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
-        "give more, or make a profile without times with --portable",
-    )
-
     from graft.bench.tasks import questions, read_tasks
     from graft.model.sampling_settings import SamplingSettings
 
@@ -64,6 +57,12 @@ def tune(
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
+    count = len({prompt.text for path in prompts for prompt in read_prompts(path, limit)})
+    require(
+        portable or count >= MIN_PROMPTS,
+        f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
+        "give more, or make a profile without times with --portable",
+    )
     check_loading(loading)
 
     from graft.hub.drafters import NAMED, packaged_head_of
