@@ -350,7 +350,7 @@ class Serving:
         limit = self.engine.target.max_positions
         if limit is None or num_prompt_tokens + num_tokens <= limit:
             return
-        message = f"the model's maximum context length is {limit} tokens, and the prompt has {num_prompt_tokens}"
+        message = f"this model's maximum context length is {limit} tokens, and the prompt has {num_prompt_tokens}"
         if num_prompt_tokens < limit:
             message += f": {body.length_field} can be at most {limit - num_prompt_tokens}, not {num_tokens}"
         field = body.prompt_field if num_prompt_tokens >= limit else body.length_field
