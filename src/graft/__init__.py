@@ -7,9 +7,10 @@ print(engine.generate([{"role": "user", "content": "Write a haiku."}]).text)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graft.errors import GraftError
+from graft.lazy import lazy_attributes
 from graft.version import __version__
 
 if TYPE_CHECKING:
@@ -44,13 +45,7 @@ _HOMES = {
     "load": "graft.loading",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'graft' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_attributes(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

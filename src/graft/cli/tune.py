@@ -9,7 +9,6 @@ import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, takes
 from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
-from graft.data import read_prompts
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 from graft.tuning import MIN_PROMPTS
@@ -57,7 +56,7 @@ def tune(
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
-    count = len({prompt.text for path in prompts for prompt in read_prompts(path, limit)})
+    count = len({prompt.text for task in tasks for prompt in task.prompts})
     require(
         portable or count >= MIN_PROMPTS,
         f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from graft.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from graft.engine.answers import Choice, Generation, Stream
@@ -14,18 +16,12 @@ __all__ = ["Choice", "Engine", "Generation", "PrefillChunk", "Prompt", "Stream"]
 
 # Lazy imports: `settings` is used before torch is imported.
 _HOMES = {
-    "Choice": "answers",
-    "Engine": "engine",
-    "Generation": "answers",
-    "PrefillChunk": "rounds",
-    "Prompt": "prompts",
-    "Stream": "answers",
+    "Choice": "graft.engine.answers",
+    "Engine": "graft.engine.engine",
+    "Generation": "graft.engine.answers",
+    "PrefillChunk": "graft.engine.rounds",
+    "Prompt": "graft.engine.prompts",
+    "Stream": "graft.engine.answers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'graft.engine' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"graft.engine.{_HOMES[name]}"), name)
+__getattr__ = lazy_attributes(__name__, _HOMES)

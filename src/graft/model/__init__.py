@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from graft.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from graft.model.factory import target_for
@@ -26,21 +28,15 @@ __all__ = [
 
 # Modules here that need no transformers (`sampler`, `verified`) are used without it by other engines.
 _HOMES = {
-    "Chunk": "step",
-    "KVCache": "kv_cache",
-    "NoRoomError": "kv_cache",
-    "PagePool": "kv_cache",
-    "Row": "kv_cache",
-    "TargetRunner": "runner",
-    "VerifyOutput": "verified",
-    "evaluating": "overrides",
-    "target_for": "factory",
+    "Chunk": "graft.model.step",
+    "KVCache": "graft.model.kv_cache",
+    "NoRoomError": "graft.model.kv_cache",
+    "PagePool": "graft.model.kv_cache",
+    "Row": "graft.model.kv_cache",
+    "TargetRunner": "graft.model.runner",
+    "VerifyOutput": "graft.model.verified",
+    "evaluating": "graft.model.overrides",
+    "target_for": "graft.model.factory",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'graft.model' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"graft.model.{_HOMES[name]}"), name)
+__getattr__ = lazy_attributes(__name__, _HOMES)
