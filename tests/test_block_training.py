@@ -18,6 +18,7 @@ from graft.cli.train import SHAPE as SHAPE_OPTIONS
 from graft.spec_decode.proposers.block import load_head
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.train import block as block_training
+from graft.train import packing
 from graft.train.block import (
     BlockObjective,
     BlockSettings,
@@ -26,13 +27,12 @@ from graft.train.block import (
     block_backward,
     block_hidden,
     ranks,
-    target_states,
     unused_token,
 )
 from graft.train.depth_pruned import DepthPrunedSettings
 from graft.train.eagle3 import Eagle3Settings
 from graft.train.generate_data import Answered, AnswerSettings, spread
-from graft.train.packing import PackedBatches
+from graft.train.packing import PackedBatches, target_states
 from graft.train.recipe import new_block_head
 from graft.train.simulate import Simulated, Table, num_accepted, simulate, table_for
 from graft.train.trainer import optimize
@@ -334,7 +334,7 @@ def test_new_batches_compile_nothing_anew(model, monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    functions = block_training.flex_functions(compiled=False)
+    functions = packing.flex_functions(compiled=False)
     compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
     monkeypatch.setattr(block_training, "flex_functions", lambda **_: compiled)
     head = make_head(model)

@@ -14,13 +14,13 @@ from graft.train.card import eagle3_text, read_log, write_card
 from graft.train.eagle3 import (
     Eagle3Objective,
     Eagle3Settings,
-    PaddedBatches,
     draft_vocabulary,
     start_from_target,
     unrolled_attention,
-    unrolled_losses,
+    unrolled_backward,
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
+from graft.train.packing import PackedBatch
 from graft.train.trainer import optimize, split_by_prompt
 from heads import make_head, plain_draft
 from tiny import VOCAB, tiny_model
@@ -28,6 +28,7 @@ from tiny import VOCAB, tiny_model
 SETTINGS = Eagle3Settings(
     steps=12,
     batch_tokens=200,
+    max_tokens=100,
     unroll=3,
     learning_rate=3e-3,
     warmup_steps=2,
@@ -114,30 +115,55 @@ def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):
         write_answers(target, prompts(), [], replace(settings, max_new_tokens=11), tmp_path / "a")
 
 
-def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(model, answers):
-    """Guesses of every unrolled step equal those of plain drafting along the same tokens."""
+@pytest.mark.parametrize("greedy_weight", [0.0, 0.25])
+def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(model, answers, greedy_weight):
+    """The loss of every unrolled step is that of plain drafting along the same tokens, in the second of two texts."""
     head = make_head(model)
-    tokens = answers[0].tokens.long()[:16]
-    judged = torch.zeros(1, 16, dtype=torch.bool)
+    first, tokens = (answers[n].tokens.long()[:16] for n in (1, 0))
+    settings = replace(SETTINGS, unroll=4, greedy_weight=greedy_weight, chunk_tokens=4)
+    starts = torch.tensor([0] * 16 + [16] * 16)[None]
+    vocabulary = head.to_target(torch.arange(40))
     for place in range(9, 16):
-        judged[:] = False
-        judged[0, place] = True
+        anchor = torch.tensor([[16 + place - 1]])
+        one = torch.ones_like(anchor)
+        batch = PackedBatch(torch.cat([first, tokens])[None], starts, anchor, 16 * one, one)
         with torch.no_grad():
-            losses, _ = unrolled_losses(head, model, tokens[None], judged, unroll=4)
+            losses, rights = unrolled_backward(head, model, batch, settings)
             logits = model(tokens[None, :place]).logits[0, -1]
-        vocabulary = head.to_target(torch.arange(40))
-        wanted = logits[vocabulary].softmax(-1)
+        wanted = logits[vocabulary].softmax(-1) * (1 - greedy_weight)
+        wanted[wanted.argmax()] += greedy_weight
         for step in range(4):
             known = tokens[: place - step].tolist()
             path = tokens[place - step : place].tolist()
-            q = plain_draft(head, model, known, path)[vocabulary]
-            assert float(losses[step]) == pytest.approx(float(-(wanted * q.log()).sum()), rel=1e-3)
+            q = plain_draft(head, model, known, path)
+            expected = (wanted * (wanted.log() - q[vocabulary].log())).sum()
+            assert float(losses[step]) == pytest.approx(float(expected), rel=1e-3)
+            assert float(rights[step]) == float(q.argmax() == tokens[place])
 
 
 def test_the_first_step_of_the_unroll_is_plain_causal_attention():
     q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(unrolled_attention(q, [k], [v]), expected)
+    starts = torch.zeros(2, 9, dtype=torch.int64)
+    torch.testing.assert_close(unrolled_attention(q, [k], [v], starts, flex=False), expected)
+
+
+def test_the_gradient_is_that_of_the_loss(model, answers):
+    head = make_head(model)
+    settings = replace(SETTINGS, chunk_tokens=16)
+    objective = Eagle3Objective(head, model, answers, settings)
+    objective.backward(0)
+    torch.manual_seed(0)
+    for weight in (head.fc.weight, head.midlayer.self_attn.k_proj.weight, head.lm_head.weight):
+        direction = torch.randn_like(weight)
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                weight += sign * 1e-3 * direction
+                losses.append(float(objective.backward(0)["loss"]))
+                weight -= sign * 1e-3 * direction
+        assert weight.grad is not None
+        assert float((weight.grad * direction).sum()) == pytest.approx((losses[0] - losses[1]) / 2e-3, rel=0.02)
 
 
 def test_a_head_learns(model, answers, tmp_path):
@@ -222,12 +248,6 @@ def test_the_draft_vocabulary_is_what_answers_use_most():
     made = [Answered(torch.tensor([9, 9, 9, 5, 5, 5, 7, 7, 3], dtype=torch.int32), 3)]
     chosen, coverage = draft_vocabulary(made, VOCAB, 2)
     assert chosen.tolist() == [5, 7] and coverage == pytest.approx(5 / 6)
-
-
-def test_every_answer_is_seen_once_an_epoch(answers):
-    batches = PaddedBatches(answers, SETTINGS)
-    seen = [tuple(row[row != 0].tolist()) for step in range(len(batches)) for row in batches.at(step)[0]]
-    assert sorted(seen) == sorted(tuple(t for t in a.tokens.tolist() if t) for a in answers)
 
 
 def test_all_answers_to_a_prompt_are_on_the_same_side_of_the_split():

@@ -23,7 +23,14 @@ from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.spec_decode.proposers.block.head import Attention, within_reach
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered, spread
-from graft.train.packing import PackedBatch, PackedBatches, read_batch
+from graft.train.packing import (
+    PackedBatch,
+    PackedBatches,
+    TargetStates,
+    flex_functions,
+    read_batch,
+    target_states,
+)
 from graft.train.simulate import simulate
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
@@ -94,23 +101,6 @@ class BlockSettings(TrainSettings):
         require(self.gamma > 0, f"gamma must be above 0, not {self.gamma}")
         require(0 <= self.pace_floor < 1, f"pace_floor must be from 0 to below 1, not {self.pace_floor}")
         self.check_least(0, "marginal_weight", "simulated")
-
-
-@dataclass(frozen=True)
-class TargetStates:
-    """Hidden states of the target for a packed batch."""
-
-    features: Tensor  # [R, T, taps * H_t]
-    final: Tensor  # [R, T, H_t] after the final norm
-
-
-@torch.no_grad()
-def target_states(
-    model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch, flex: bool = False
-) -> TargetStates:
-    states = read_batch(model, batch, flex, output_hidden_states=True)
-    features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
-    return TargetStates(features, states.last_hidden_state)
 
 
 class BlockObjective:
@@ -245,16 +235,6 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
         return out
 
     return attention
-
-
-@functools.cache
-def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if not compiled:
-        return flex_attention, create_block_mask
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 @dataclass

@@ -6,7 +6,7 @@ norm are trained on the target's answers; the embedding and the output layer sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from graft.quiet import quiet_transformers
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
 from graft.train.layer_pruning import LayerSubset, check_layers
-from graft.train.packing import PackedBatch, PackedBatches, read_batch
+from graft.train.packing import Labelled, PackedBatch, PackedBatches, labelled_chunks, read_batch
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
 _CHUNK = 256  # tokens whose logits are in memory at once
@@ -109,7 +109,7 @@ class ReferenceText:
         for batch, wanted in self._read:
             with autocast(self._device, self._settings):
                 own = _final_states(model, batch)
-            for chunk in _chunks(batch):
+            for chunk in labelled_chunks(batch, _CHUNK):
                 with autocast(self._device, self._settings):
                     logits = _logits(model, own, chunk)
                     divergences, _ = divergence(logits, _logits(model, wanted, chunk), chunk.labels)
@@ -146,7 +146,7 @@ class DepthPrunedObjective:
             own: Tensor = read_batch(model, batch).last_hidden_state
         gradient, loss = torch.zeros_like(own), torch.zeros((), device=self._device)
         total = (batch.num_labels > 0).sum()
-        for chunk in _chunks(batch):
+        for chunk in labelled_chunks(batch, _CHUNK):
             leaf = own.detach().flatten(0, 1)[chunk.places].requires_grad_()
             with autocast(self._device, self._settings):
                 logits = _output(model, leaf)
@@ -174,25 +174,6 @@ def measured_text(target: PreTrainedModel, answers: Sequence[Answered], settings
     return ReferenceText(target, [batch.to(target.device)], settings)
 
 
-class _Chunk(NamedTuple):
-    """Some tokens [n] of a batch that are followed by an answer token."""
-
-    places: Tensor  # indices into the flattened batch
-    labels: Tensor  # the next tokens
-    weights: Tensor  # 1, or 0 for padding
-
-
-def _chunks(batch: PackedBatch) -> Iterator[_Chunk]:
-    """All tokens of a batch that an answer token follows, in chunks of one size to avoid recompilation."""
-    length = batch.tokens.shape[1]
-    firsts = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
-    index = (batch.anchors + firsts)[batch.num_labels > 0]
-    tokens = batch.tokens.flatten()
-    for part in index.split(_CHUNK):
-        filled = nn.functional.pad(part, (0, _CHUNK - len(part)))
-        yield _Chunk(filled, tokens[filled + 1], (torch.arange(_CHUNK, device=index.device) < len(part)).float())
-
-
 @torch.no_grad()
 def _final_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """Hidden states [R, T, H] after the final norm."""
@@ -201,7 +182,7 @@ def _final_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, states: Tensor, chunk: _Chunk) -> Tensor:
+def _logits(model: PreTrainedModel, states: Tensor, chunk: Labelled) -> Tensor:
     """Logits [n, vocab] of a chunk's tokens. states: [R, T, H]."""
     return _output(model, states.flatten(0, 1)[chunk.places])
 

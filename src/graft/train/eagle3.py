@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graft.model import evaluating
+from graft.settings import require
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
-from graft.train.trainer import Batches, TrainSettings, autocast, split_by_prompt
+from graft.train.packing import PackedBatch, PackedBatches, flex_functions, labelled_chunks, target_states
+from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
 _EVAL_BATCHES = 8
-_ALIGNMENT = 64  # entries of a batch are a multiple of this: matrix products over odd lengths take twice the time
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,14 @@ class Eagle3Settings(TrainSettings):
 
     unroll: int = 5  # draft depths to train
     step_weight: float = 0.8  # loss weight of each depth relative to the one before
+    greedy_weight: float = 0.0  # share of the likeliest token in what is learned; the rest is the whole distribution
+    chunk_tokens: int = 4096  # tokens whose logits are in memory at once
+    flex: bool = True  # on a GPU, use FlexAttention: a dense mask takes far more memory and time
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least(1, "unroll")
+        self.check_least(1, "unroll", "chunk_tokens")
+        require(0 <= self.greedy_weight < 1, f"greedy_weight must be from 0 to below 1, not {self.greedy_weight}")
 
 
 def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) -> tuple[Tensor, float]:
@@ -73,102 +79,160 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
     own["input_layernorm.weight"].fill_(1.0)  # it normalizes embeddings, which the target's layer never reads
 
 
-class PaddedBatches(Batches[list[int], tuple[Tensor, Tensor]]):
-    """Batches of answers of similar length: tokens [B, T], and a mask of answer tokens [B, T]."""
+class Eagle3Objective:
+    """KL divergence of all unrolled steps from the target, weighted by depth."""
 
-    def _plan_epoch(self, generator: torch.Generator) -> list[list[int]]:
-        # A little noise on the lengths varies the batches between epochs and keeps padding small.
-        noise = torch.rand(len(self._answers), generator=generator) * 0.1 + 1
-        order = sorted(range(len(self._answers)), key=lambda i: len(self._answers[i].tokens) * float(noise[i]))
-        plan: list[list[int]] = [[]]
-        longest = 0
-        for i in order:
-            longest = max(longest, _padded_length(len(self._answers[i].tokens)))
-            if plan[-1] and longest * (len(plan[-1]) + 1) > self._settings.batch_tokens:
-                plan.append([])
-                longest = _padded_length(len(self._answers[i].tokens))
-            plan[-1].append(i)
-        return [plan[i] for i in torch.randperm(len(plan), generator=generator).tolist()]
+    def __init__(
+        self, head: Eagle3Head, model: PreTrainedModel, answers: Sequence[Answered], settings: Eagle3Settings
+    ) -> None:
+        self.head, self._model, self._settings = head, model, settings
+        held_back, training = split_by_prompt(answers, settings.held_back)
+        self._held_back = PackedBatches(held_back, settings, settings.max_tokens)
+        self.training_batches = PackedBatches(training, settings, settings.max_tokens)
+        self._device = head.fc.weight.device
 
-    def _batch(self, plan: list[int], step: int) -> tuple[Tensor, Tensor]:
-        answers = [self._answers[i] for i in plan]
-        longest = _padded_length(max(len(a.tokens) for a in answers))
-        tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
-        is_answer = torch.zeros(len(answers), longest, dtype=torch.bool)
-        for row, answer in enumerate(answers):
-            tokens[row, : len(answer.tokens)] = answer.tokens
-            is_answer[row, answer.num_prompt_tokens : len(answer.tokens)] = True
-        return tokens, is_answer
+    def backward(self, step: int) -> dict[str, Tensor | float]:
+        batch = self.training_batches.at(step).to(self._device)
+        losses, rights = unrolled_backward(self.head, self._model, batch, self._settings)
+        facts: dict[str, Tensor | float] = {"loss": (losses * _weights(self._settings, losses.device)).sum()}
+        return facts | {f"right_{s}": right for s, right in enumerate(rights)}
 
-
-def _padded_length(num_tokens: int) -> int:
-    """Padded length of a batch, whose last two tokens have no entry (see `unrolled_losses`)."""
-    return -(-(num_tokens - 2) // _ALIGNMENT) * _ALIGNMENT + 2
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Top-1 accuracy by unrolled step on held-back answers."""
+        count = min(_EVAL_BATCHES, len(self._held_back))
+        batches = (self._held_back.at(step).to(self._device) for step in range(count))
+        total = torch.stack([unrolled_backward(self.head, self._model, b, self._settings)[1] for b in batches])
+        return {f"held_back_right_{s}": float(r) for s, r in enumerate(total.mean(dim=0))}
 
 
-def unrolled_losses(
-    head: Eagle3Head, model: PreTrainedModel, tokens: Tensor, is_answer: Tensor, unroll: int
+def unrolled_backward(
+    head: Eagle3Head, model: PreTrainedModel, batch: PackedBatch, settings: Eagle3Settings
 ) -> tuple[Tensor, Tensor]:
-    """Loss and top-1 accuracy of each unrolled step, both [unroll].
+    """Add a batch's gradients to the head's parameters, if gradients are enabled.
+
+    Returns the KL divergence and the top-1 accuracy of each unrolled step, both [unroll].
+    """
+    device = batch.tokens.device
+    with autocast(device, settings):
+        states = target_states(model, head.config.target_layers, batch, settings.flex)
+        outputs = unrolled_outputs(
+            head, states.features, batch, settings.unroll, settings.flex and batch.tokens.is_cuda
+        )
+    output: Any = model.get_output_embeddings().weight
+    rows = output.detach()[head.target_ids]  # [draft vocabulary, H]
+    flat, final = [step.detach().flatten(0, 1) for step in outputs], states.final.flatten(0, 1)
+    gradients = [torch.zeros_like(step) for step in flat]
+    losses, rights = torch.zeros(2, settings.unroll, device=device)
+    count = _num_scored(batch, settings.unroll)
+    for chunk in labelled_chunks(batch, settings.chunk_tokens):
+        entries = (chunk.places - 1).clamp(min=0)  # entry i predicts token i + 2
+        scored = chunk.weights * _is_scored(batch, settings.unroll).flatten()[chunk.places]
+        with torch.no_grad(), autocast(device, settings):
+            wanted = _wanted(nn.functional.linear(final[chunk.places], rows), settings.greedy_weight)
+        likeliest = wanted.argmax(dim=-1)
+        for step, weight in enumerate(_weights(settings, device)):
+            leaf = flat[step][entries].requires_grad_(torch.is_grad_enabled())
+            with autocast(device, settings):
+                logits = head.logits(leaf)
+            divergences, _ = divergence(logits, wanted, likeliest)
+            loss = (divergences * scored).sum() / count
+            if leaf.requires_grad:
+                (weight * loss).backward()
+                gradients[step].index_add_(0, entries, leaf.grad.to(gradients[step].dtype))
+            losses[step] += loss.detach()
+            rights[step] += ((head.to_target(logits.argmax(dim=-1)) == chunk.labels) * scored).sum() / count
+    if torch.is_grad_enabled():
+        torch.autograd.backward(outputs, [g.view_as(o) for g, o in zip(gradients, outputs, strict=True)])
+    return losses, rights
+
+
+def _weights(settings: Eagle3Settings, device: torch.device) -> Tensor:
+    """The loss weights [unroll] of the depths."""
+    weights = torch.tensor([settings.step_weight**s for s in range(settings.unroll)], device=device)
+    return weights / weights.sum()
+
+
+def _wanted(logits: Tensor, greedy_weight: float) -> Tensor:
+    """Logits of what the head should learn: the target's distribution, with some of the mass on the likeliest token."""
+    if greedy_weight == 0:
+        return logits
+    shares = logits.float().softmax(dim=-1) * (1 - greedy_weight)
+    return shares.scatter_add_(
+        -1, logits.argmax(dim=-1, keepdim=True), torch.full_like(shares[:, :1], greedy_weight)
+    ).log()
+
+
+def _is_scored(batch: PackedBatch, unroll: int) -> Tensor:
+    """[R, T] whether all unrolled steps that predict the token after this one stay within its document."""
+    return batch.positions >= unroll
+
+
+def _num_scored(batch: PackedBatch, unroll: int) -> Tensor:
+    is_scored = _is_scored(batch, unroll).gather(1, batch.anchors)
+    return (is_scored & (batch.num_labels > 0)).sum().clamp(min=1)
+
+
+def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unroll: int, flex: bool) -> list[Tensor]:
+    """The head's outputs [R, T, H] of each unrolled step.
 
     Entry i has the feature of token i and the embedding of token i + 1, and predicts token i + 2.
     """
-    with torch.no_grad(), evaluating(model):
-        states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        features = torch.cat([states.hidden_states[layer] for layer in head.config.target_layers], dim=-1)
-        scored = is_answer[:, 2:].flatten().nonzero().squeeze(1)  # [J] indices into [B * E] of entries in the loss
-        ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=tokens.device))
-        rows = model.get_output_embeddings().weight[ids]  # [draft vocabulary, H]
-        wanted = nn.functional.linear(_taken(states.last_hidden_state[:, 1:-1], scored), rows).float().softmax(dim=-1)
-        truth = tokens[:, 2:].flatten()[scored]
-        embeddings = head.embed(tokens[:, 1:-1])
-
-    positions = torch.arange(tokens.shape[1] - 2, device=tokens.device).expand(len(tokens), -1)
-    hidden = head.fuse(features[:, :-2].to(head.fc.weight.dtype))
+    embeddings = head.embed(batch.tokens.roll(-1, dims=1))
+    hidden = head.fuse(features.to(head.fc.weight.dtype))
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    losses, rights = [], []
+    outputs: list[Tensor] = []
     for _ in range(unroll):
-        query, key, value = head.qkv(embeddings, hidden, positions)
-        keys.append(key)
+        query, key, value = head.qkv(embeddings, hidden, batch.positions)
+        keys.append(key.to(value.dtype))  # one dtype: under autocast, rotary positions make queries and keys fp32
         values.append(value)
-        output = head.finish(unrolled_attention(query, keys, values), hidden)
-        logits = head.logits(_taken(output, scored)).float()
-        losses.append(-(wanted * logits.log_softmax(dim=-1)).sum(dim=-1).mean())
-        rights.append((head.to_target(logits.argmax(dim=-1)) == truth).float().mean())
-        hidden = _shifted(output, 1, dim=1)  # the head's own output stands in for the next token's feature
-    return torch.stack(losses), torch.stack(rights)
+        outputs.append(head.finish(unrolled_attention(query.to(value.dtype), keys, values, batch.starts, flex), hidden))
+        hidden = _shifted(outputs[-1], 1, dim=1)  # the head's own output stands in for the next token's feature
+    return outputs
 
 
-def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """Rows [J, H] of values [B, E, H], by indices into [B * E]."""
-    return values.flatten(0, 1).index_select(0, index)
+def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], starts: Tensor, flex: bool) -> Tensor:
+    """Attention of unroll step s = len(keys) - 1: entry i sees true entries up to i - s, then one per later step.
 
-
-def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of unroll step s = len(keys) - 1: position i sees true entries up to i - s, then one per later step.
-
-    query [B, heads, E, D]; keys, values by step, [B, kv_heads, E, D].
+    query [R, heads, T, D]; keys, values by step, [R, kv_heads, T, D]; starts [R, T]: first token of each document.
     """
-    batch, heads, length, head_dim = query.shape
-    step = len(keys) - 1
-    grouped = query.view(batch, keys[0].shape[1], -1, length, head_dim)  # [B, kv, groups, E, D]
+    step, scale = len(keys) - 1, query.shape[-1] ** -0.5
+    far, far_weight = _attention_to_text(query, keys[0], values[0], starts, step, flex)
     if step == 0:
-        key, value = (x[:, :, None].expand_as(grouped).flatten(1, 2) for x in (keys[0], values[0]))
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    scale = head_dim**-0.5
-    place = torch.arange(length, device=query.device)
-    far = (grouped @ keys[0][:, :, None].transpose(-1, -2)) * scale  # [B, kv, groups, E, E]
-    far = far.masked_fill(place[:, None] - step < place, -torch.inf)
-    own = [_shifted(k, step - m, dim=2)[:, :, None] for m, k in enumerate(keys)][1:]
-    near = torch.stack([(grouped * k).sum(dim=-1) * scale for k in own], dim=-1)  # [B, kv, groups, E, step]
-    # The head's own entries are padded to a multiple of 8 in front, to keep the others aligned for matrix products.
-    front = nn.functional.pad(near, (0, -step % 8), value=-torch.inf)
-    shares = torch.cat([front.to(far.dtype), far], dim=-1).softmax(dim=-1).to(query.dtype)
-    out = shares[..., front.shape[-1] :] @ values[0][:, :, None]
-    for m, value in enumerate(values[1:]):
-        out = out + shares[..., m, None] * _shifted(value, step - 1 - m, dim=2)[:, :, None]
-    return out.reshape(batch, heads, length, head_dim)
+        return far
+    grouped = query.unflatten(1, (keys[0].shape[1], -1))  # [R, kv, groups, T, D]
+    own_keys = [_shifted(key, step - m, dim=2)[:, :, None] for m, key in enumerate(keys)][1:]
+    own_values = [_shifted(value, step - m, dim=2)[:, :, None] for m, value in enumerate(values)][1:]
+    scores = [(grouped * key).sum(dim=-1, dtype=torch.float32).flatten(1, 2) * scale for key in own_keys]
+    weights = torch.stack([far_weight, *scores], dim=-1).softmax(dim=-1).to(far.dtype)  # [R, heads, T, step + 1]
+    out = far * weights[..., :1]
+    for m, value in enumerate(own_values, start=1):
+        repeated = value.expand_as(grouped).flatten(1, 2)
+        out = out + repeated * weights[..., m, None]
+    return out
+
+
+def _attention_to_text(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, step: int, flex: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention to the true entries up to `step` before one's own, and its log-sum-exp [R, heads, T] in fp32."""
+
+    def seen(row: Tensor, _: Tensor | None, place: Tensor, other: Tensor) -> Tensor:
+        return (other <= place - step) & (other >= starts[row, place])
+
+    rows, length = starts.shape
+    if flex:
+        run, make_mask = flex_functions(compiled=True)
+        mask = make_mask(seen, rows, None, length, length, device=query.device)
+        out, weight = run(query, key, value, block_mask=mask, enable_gqa=True, return_lse=True)
+        return out, weight
+    places = torch.arange(length, device=query.device)
+    mask = seen(torch.arange(rows, device=query.device)[:, None, None], None, places[:, None], places)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask[:, None], torch.finfo(torch.float32).min)  # finite: some entries see nothing
+    return scores.softmax(dim=-1).to(value.dtype) @ value, scores.logsumexp(dim=-1)
 
 
 def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
@@ -177,37 +241,3 @@ def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, count))
     return torch.cat([zeros, x.narrow(dim, 0, x.shape[dim] - count)], dim=dim)
-
-
-class Eagle3Objective:
-    """The losses of all unrolled steps, weighted by depth."""
-
-    def __init__(
-        self, head: Eagle3Head, model: PreTrainedModel, answers: Sequence[Answered], settings: Eagle3Settings
-    ) -> None:
-        self.head, self._model, self._settings = head, model, settings
-        held_back, training = split_by_prompt(answers, settings.held_back)
-        self._held_back, self.training_batches = PaddedBatches(held_back, settings), PaddedBatches(training, settings)
-        self._device = head.fc.weight.device
-        weights = torch.tensor([settings.step_weight**s for s in range(settings.unroll)], device=self._device)
-        self._weights = weights / weights.sum()
-
-    def backward(self, step: int) -> dict[str, Tensor | float]:
-        tokens, losses, rights = self._losses(self.training_batches, step)
-        loss = (losses * self._weights).sum()
-        loss.backward()
-        facts: dict[str, Tensor | float] = {"loss": loss.detach(), "tokens": tokens.numel()}
-        return facts | {f"right_{s}": right for s, right in enumerate(rights)}
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Top-1 accuracy by unrolled step on held-back answers."""
-        count = min(_EVAL_BATCHES, len(self._held_back))
-        total = torch.stack([self._losses(self._held_back, step)[2] for step in range(count)]).sum(dim=0)
-        return {f"held_back_right_{s}": float(r) for s, r in enumerate(total / count)}
-
-    def _losses(self, batches: PaddedBatches, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch's tokens, and losses and top-1 accuracies by unrolled step."""
-        tokens, is_answer = (x.to(self._device) for x in batches.at(step))
-        with autocast(self._device, self._settings):
-            return tokens, *unrolled_losses(self.head, self._model, tokens, is_answer, self._settings.unroll)

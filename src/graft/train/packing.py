@@ -1,14 +1,15 @@
-"""Packed batches: rows of several answers, with anchors at which blocks are trained."""
+"""Packed batches: rows of several answers, with anchors at which blocks are trained, and how a model reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model import evaluating
@@ -81,6 +82,52 @@ class PackedBatches(Batches[list[list[int]], PackedBatch]):
         draws = torch.rand(shape, generator=generator, dtype=torch.float64).masked_fill_(num_labels == 0, -1.0)
         anchors = draws.topk(min(self._num_anchors, self._length)).indices.sort(dim=1).values
         return PackedBatch(tokens, starts, anchors, starts.gather(1, anchors), num_labels.gather(1, anchors))
+
+
+class Labelled(NamedTuple):
+    """Some tokens [n] of a batch that an answer token follows."""
+
+    places: Tensor  # indices into the flattened batch
+    labels: Tensor  # the next tokens
+    weights: Tensor  # 1, or 0 for padding
+
+
+def labelled_chunks(batch: PackedBatch, size: int) -> Iterator[Labelled]:
+    """All anchors of a batch that an answer token follows, in chunks of one size to avoid recompilation."""
+    length = batch.tokens.shape[1]
+    firsts = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
+    index = (batch.anchors + firsts)[batch.num_labels > 0]
+    tokens = batch.tokens.flatten()
+    for part in index.split(size):
+        filled = nn.functional.pad(part, (0, size - len(part)))
+        yield Labelled(filled, tokens[filled + 1], (torch.arange(size, device=index.device) < len(part)).float())
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """Hidden states of the target for a packed batch."""
+
+    features: Tensor  # [R, T, taps * H_t]
+    final: Tensor  # [R, T, H_t] after the final norm
+
+
+@torch.no_grad()
+def target_states(
+    model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch, flex: bool = False
+) -> TargetStates:
+    states = read_batch(model, batch, flex, output_hidden_states=True)
+    features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
+    return TargetStates(features, states.last_hidden_state)
+
+
+@functools.cache
+def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if not compiled:
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, **options: Any) -> Any:
