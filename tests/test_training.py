@@ -10,6 +10,8 @@ import torch
 from graft import Engine, GraftError
 from graft.model import TargetRunner
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
+from graft.train import eagle3 as eagle3_training
+from graft.train import packing
 from graft.train.card import eagle3_text, read_log, write_card
 from graft.train.eagle3 import (
     Eagle3Objective,
@@ -113,6 +115,27 @@ def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):
         assert torch.equal(one.tokens, other.tokens)
     with pytest.raises(GraftError, match="other settings"):
         write_answers(target, prompts(), [], replace(settings, max_new_tokens=11), tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_unrolled_steps_share_one_compiled_attention_which_is_the_dense_one(monkeypatch):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    functions = packing.flex_functions(compiled=False)
+    compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
+    monkeypatch.setattr(eagle3_training, "flex_functions", lambda **_: compiled)
+    starts = torch.tensor([0] * 60 + [60] * 68).expand(2, -1)
+    keys, values, counts = [], [], []
+    for step in range(4):
+        query, key, value = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
+        keys.append(key)
+        values.append(value)
+        flex, dense = (unrolled_attention(query, keys, values, starts, flex) for flex in (True, False))
+        inside = (torch.arange(128) - starts >= step)[:, None, :, None]
+        torch.testing.assert_close(flex * inside, dense * inside, rtol=1e-4, atol=1e-4)
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[3], "a later step compiles nothing"
 
 
 @pytest.mark.parametrize("greedy_weight", [0.0, 0.25])

@@ -218,8 +218,10 @@ def _attention_to_text(
 ) -> tuple[Tensor, Tensor]:
     """Attention to the true entries up to `step` before one's own, and its log-sum-exp [R, heads, T] in fp32."""
 
+    distance = torch.tensor(step, device=query.device)  # a tensor: another number would be compiled anew
+
     def seen(row: Tensor, _: Tensor | None, place: Tensor, other: Tensor) -> Tensor:
-        return (other <= place - step) & (other >= starts[row, place])
+        return (other <= place - distance) & (other >= starts[row, place])
 
     rows, length = starts.shape
     if flex:
