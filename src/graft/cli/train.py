@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _answering = functools.partial(option, rich_help_panel="Generating answers")
 _training = functools.partial(option, rich_help_panel="Training")
 _eagle3 = functools.partial(option, rich_help_panel="EAGLE-3 heads")
+_heads = functools.partial(option, rich_help_panel="EAGLE-3 and block heads")
 _layers = functools.partial(option, rich_help_panel="Block heads and depth-pruned models")
 _pruned = functools.partial(option, rich_help_panel="Depth-pruned models")
 _block = functools.partial(option, rich_help_panel="Block heads: dflash, treeflash")
@@ -50,6 +51,12 @@ EAGLE3: Group = {
     "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "8192"),
     "unroll": _eagle3(int, "Draft depths to train.", "5"),
     "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
+    "greedy_weight": _eagle3(
+        float, "How much of what is learned is the likeliest token; the rest is the distribution.", "0"
+    ),
+}
+HEADS: Group = {
+    "flex": _heads(bool, "On a GPU, use FlexAttention or a dense mask.", "flex", flag="--flex/--dense"),
 }
 LAYERS: Group = {
     "num_layers": _layers(
@@ -81,7 +88,6 @@ BLOCK: Group = {
     "pace_floor": _block(float, "With pace: smallest probability of a slot.", "0.5"),
     "marginal_weight": _block(float, "treeflash: loss weight of predictions without the token before.", "0.5"),
     "chunk_slots": _block(int, "Slots whose logits are in memory at once.", "4608"),
-    "flex": _block(bool, "On a GPU, use FlexAttention or a dense mask.", "flex", flag="--flex/--dense"),
     "simulated": _block(int, "Held-back answers to simulate in evaluations.", "128"),
     "nodes": _block(int, "Tree nodes in these simulations.", "60"),
 }
@@ -94,9 +100,14 @@ FILES: Group = {
 }
 
 
-OF_KINDS: Group = LAYERS | EAGLE3 | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
-_BLOCK_HEADS = LAYERS | SHAPE | BLOCK | FILES
-_BY_KIND = {"eagle3": EAGLE3, "dflash": _BLOCK_HEADS, "treeflash": _BLOCK_HEADS, "depth-pruned": LAYERS | PRUNED}
+OF_KINDS: Group = LAYERS | EAGLE3 | HEADS | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
+_BLOCK_HEADS = LAYERS | HEADS | SHAPE | BLOCK | FILES
+_BY_KIND = {
+    "eagle3": EAGLE3 | HEADS,
+    "dflash": _BLOCK_HEADS,
+    "treeflash": _BLOCK_HEADS,
+    "depth-pruned": LAYERS | PRUNED,
+}
 
 
 _INTERRUPTED = 130  # exit status of a command that Ctrl-C stopped
@@ -200,7 +211,7 @@ def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
     mib = of_kind.get("max_file_mib")
     require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
     return BlockRecipe(
-        BlockSettings.of(training | _part(of_kind, BLOCK)),
+        BlockSettings.of(training | _part(of_kind, HEADS | BLOCK)),
         BlockShape.of(_part(of_kind, LAYERS | SHAPE)),
         conditional=kind == "treeflash",
         start_from=of_kind.get("start_from"),
