@@ -139,6 +139,7 @@ def unrolled_backward(
             loss = (divergences * scored).sum() / count
             if leaf.requires_grad:
                 (weight * loss).backward()
+                assert leaf.grad is not None
                 gradients[step].index_add_(0, entries, leaf.grad.to(gradients[step].dtype))
             losses[step] += loss.detach()
             rights[step] += ((head.to_target(logits.argmax(dim=-1)) == chunk.labels) * scored).sum() / count
