@@ -35,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 # Small enough that short texts have many blocks and splits of both kinds.
-SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2)
+SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, stages=2)
 
 
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
@@ -141,7 +141,7 @@ class Problem:
         layout = self.layout(max_context)
         if strips is not None:
             layout = replace(layout, strips=ints(strips))
-        plan = attention_kernels.plan(layout, self.query.shape[1] // self.keys.shape[1], tiles)
+        plan = attention_kernels.plan(layout, self.query.shape[1], self.keys.shape[1], tiles)
         out = tree_attention(self.query, self.keys, self.values, layout, plan, tiles=tiles, **options)
         assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
@@ -318,8 +318,8 @@ def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, wind
 def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others():
     """Three nodes of depth 2, whose ancestors are of an earlier forward: places 4, 5 and 6."""
     problem = Problem.make([31, 16], [[0, 0, 0, 1, 1, 2, 2], chain(3)], nodes=[[4, 5, 6], [0, 1, 2]])
-    plan = attention_kernels.plan(problem.layout(), 2, SMALL)
-    assert plan.chains.tolist() == plain_kernels.plan(problem.layout(), 2, SMALL).chains.tolist() == [0, 1, 0, 0]
+    plan = attention_kernels.plan(problem.layout(), 2, 1, SMALL)
+    assert plan.chains.tolist() == plain_kernels.plan(problem.layout(), 2, 1, SMALL).chains.tolist() == [0, 1, 0, 0]
     check(problem)
 
 
@@ -395,12 +395,12 @@ def test_a_plan_holds_every_split_of_whole_blocks_of_prefix_for_every_tile():
 
 def check_plan(layout, group):
     """The expected plan, which ours is."""
-    ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
+    ours, expected = (module.plan(layout, 2 * group, 2, SMALL) for module in (attention_kernels, plain_kernels))
     for name in ("items", "strips"):
         number = int(getattr(ours, f"num_{name}"))
         assert number == int(getattr(expected, f"num_{name}")) <= len(getattr(ours, name))
         assert torch.equal(getattr(ours, name)[:number], getattr(expected, name)), name
-    assert torch.equal(ours.chains, expected.chains)
+    assert torch.equal(ours.chains, expected.chains) and torch.equal(ours.arrived, expected.arrived)
     return expected
 
 
@@ -629,9 +629,8 @@ def test_a_block_that_sees_all_of_itself(width):
     problem = Problem.make(lengths, [chain(width)] * 3, kv_heads=2)
     places, depths, paths = bidirectional_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
     layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
-    plan = attention_kernels.plan(layout, 2, SMALL)
+    plan = attention_kernels.plan(layout, 2, 1, SMALL)
     assert plan.chains.tolist()[:3] == [int(width == 4)] * 3
-    layout = replace(layout, only_chains=width == 4)  # nothing is missing without the tail's kernel
     out = tree_attention(problem.query, problem.keys, problem.values, layout, plan, tiles=SMALL).cpu()
     expected = []
     for row, length in enumerate(lengths):

@@ -98,7 +98,7 @@ class LayerStack:
         )
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
         for each in seen or (step,):
-            each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
+            each.plan(self._heads, keys.shape[2], tiles)  # before any launch that may overlap
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # still to be added to the stream
         with overlap.launches(self._is_small):
@@ -218,7 +218,7 @@ def attend_in_store(
         keys,
         values,
         seen.layout,
-        seen.plan(heads // kv_heads, tiles),
+        seen.plan(heads, kv_heads, tiles),
         scale=scale,
         window=window,
         tiles=tiles,
