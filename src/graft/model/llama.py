@@ -32,7 +32,7 @@ _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks,
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
-_SMALL = 2**27  # launches overlap for layers up to so many bytes: faster with 90 MB, slower with 440 MB
+_SMALL = 2**27  # launches of products overlap in layers of up to so many bytes: faster with 90 MB, slower with 440 MB
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # the most that a program of the norm kernel holds
 

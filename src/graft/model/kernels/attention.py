@@ -920,8 +920,8 @@ def _attention_kernel(
                     *(HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SINKS),
                 )
                 mask = is_done[:, None] & (dims < HEAD_DIM)[None, :]
-                at = (head.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :]
-                tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+                into = out + (head.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :]
+                tl.store(into, result.to(out.dtype.element_ty), mask=mask)
                 tl.store(arrived + head, tl.zeros_like(head), mask=is_done)
     wait_for_previous(OVERLAPS)  # in programs without work too
     for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
