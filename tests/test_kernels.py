@@ -352,9 +352,24 @@ def test_a_tile_takes_the_blocks_of_a_strip_once_for_all_its_nodes(monkeypatch):
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_splits_of_a_tokens_own_text_are_combined_however_long_others_may_be(window, monkeypatch):
     calls = calls_of(monkeypatch, "_combine")
-    Problem.make([3, 30], [some_tree(4), chain(5)]).attend(window=window, max_context=300)
-    firsts, lasts = ([int(args[place].handle.data.item()) for args in calls] for place in (5, 6))
-    assert firsts == [0] * 9 and lasts == [0] * 4 + [0, 0, 1, 1, 1], "the last of the chain are behind position 32"
+    Problem.make([3, 30], [some_tree(4), chain(5)], group=1).attend(window=window, max_context=300)
+    lasts = []
+    for _, _, _, _, are_done, first, last, *_ in calls:
+        assert not first.handle.data.any()
+        lasts += last.handle.data[are_done.handle.data].tolist()
+    assert sorted(lasts) == [0] * 6 + [1] * 3, "the last three of the chain are behind position 32"
+
+
+def test_layers_share_a_plan_one_after_the_other():
+    problem = mixed(20)
+    layout = problem.layout()
+    plan = attention_kernels.plan(layout, 2, 1, SMALL)
+    stored = (problem.keys, problem.values)
+    first, second = (tree_attention(problem.query, *stored, layout, plan, tiles=SMALL) for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(first[: -problem.padding], problem.attend())
+    assert not plan.arrived.any(), "no split of a row counts for the next layer"
+    with pytest.raises(ValueError, match="the plan is for 2 heads, and the queries have 4"):
+        tree_attention(problem.query.repeat(1, 2, 1), *stored, layout, plan, tiles=SMALL)
 
 
 def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():
@@ -629,7 +644,7 @@ def test_a_block_that_sees_all_of_itself(width):
     problem = Problem.make(lengths, [chain(width)] * 3, kv_heads=2)
     places, depths, paths = bidirectional_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
     layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
-    plan = attention_kernels.plan(layout, 2, 1, SMALL)
+    plan = attention_kernels.plan(layout, 4, 2, SMALL)
     assert plan.chains.tolist()[:3] == [int(width == 4)] * 3
     out = tree_attention(problem.query, problem.keys, problem.values, layout, plan, tiles=SMALL).cpu()
     expected = []
@@ -959,9 +974,13 @@ def test_launches_overlap_only_where_that_is_asked_for_and_possible(monkeypatch)
         assert overlap.options(torch.device("cpu")) == usual, "there is nothing to overlap"
         monkeypatch.setattr(overlap, "_is_possible", lambda device: True)
         assert overlap.options(DEVICE) == overlapping
+        assert overlap.product_options(DEVICE) == {**overlapping, "ENDS_EARLY": False}
         with overlap.launches(False):
-            assert overlap.options(DEVICE) == usual
+            assert overlap.options(DEVICE) == overlapping
+            assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": True}
         monkeypatch.setattr(overlap, "is_on", False)
         assert overlap.options(DEVICE) == usual
+        assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": False}
         monkeypatch.setattr(overlap, "is_on", True)
     assert overlap.options(DEVICE) == usual
+    assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": False}

@@ -172,6 +172,8 @@ def tree_attention(
     kv_heads = keys.shape[1]
     _check_stored(query, keys, values)
     _check_layout(layout)
+    if len(plan.arrived) != num_tokens * heads:
+        raise ValueError(f"the plan is for {len(plan.arrived) // num_tokens} heads, and the queries have {heads}")
     tiles = tiles or tiles_for(head_dim, query.dtype)
     num_splits = _num_splits(layout, tiles)
     num_states = _num_states(num_tokens * heads, num_splits)
