@@ -494,21 +494,6 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
 
 
-def test_a_step_of_one_token_needs_no_kernel_for_trees(plain, monkeypatch):
-    seen, attend = set(), attention_kernels.tree_attention
-
-    def noting(query, keys, values, layout, *given, **more):
-        seen.add((len(query), layout.only_chains))
-        return attend(query, keys, values, layout, *given, **more)
-
-    monkeypatch.setattr(attention_kernels, "tree_attention", noting)
-    target = Small(model_of("llama"))
-    cache = target.open(1, 64)
-    for tokens, parents in (([4], [0]), ([4, 5], [0, 0])):
-        target.verify(cache, tree_of([tokens], [parents]))
-    assert seen == {(1, True), (4, False)}
-
-
 def test_what_kernels_look_at_early_is_written_before_a_kernel_that_waits_for_all(plain, monkeypatch):
     made = []
 
