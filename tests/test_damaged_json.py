@@ -10,10 +10,9 @@ from safetensors.torch import save_file
 from graft import GraftError
 from graft.bench import replay
 from graft.datastore import format as datastore
-from graft.hub.export import accepted_table, load_table, read_json
+from graft.files import read_json
+from graft.hub.export import accepted_table, load_table
 from graft.hub.manifest import MANIFEST, check_sizes, record_files, sources_of
-from graft.plan.acceptance import Acceptance
-from graft.plan.models import ModelShape
 from graft.spec_decode.proposers.eagle3.checkpoint import inspect_head
 from graft.spec_decode.proposers.mtp.checkpoint import _files_by_name
 from graft.train.card import read_log
@@ -86,19 +85,6 @@ def test_a_damaged_header_of_an_index(tmp_path):
         if isinstance(damaged, dict):
             path.write_text(json.dumps(damaged | {"checksum": datastore.checksum_of(damaged)}))
             check(lambda: datastore.read_header(tmp_path), damaged)
-
-
-def test_a_damaged_config_of_a_model_to_plan_for(tmp_path):
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config |= {"vocab_size": 100, "num_key_value_heads": 2, "head_dim": 16}
-    for content in (config, {"text_config": config}):
-        check_all(tmp_path / "config.json", content, lambda: ModelShape.named(str(tmp_path)))
-
-
-def test_damaged_results_to_plan_with(tmp_path):
-    run = {"method": "dense", "mean_accepted": 4.0, "nodes_per_round": 60, "draft_passes_per_round": 8}
-    path = tmp_path / "results.json"
-    check_all(path, {"averages": [run]}, lambda: Acceptance.of_results(path))
 
 
 def test_damaged_tables_of_an_export(tmp_path):

@@ -109,7 +109,7 @@ def test_wrong_arguments_are_one_line_and_overwrite_nothing(tmp_path):
     assert [path.name for path in kept.iterdir()] == ["mine.txt"]
     with pytest.raises(GraftError, match="no export for 'trtllm'"):
         export_head(tmp_path / "head", tmp_path / "out", "trtllm", "m", TARGET)
-    with pytest.raises(GraftError, match=r"cannot read .*missing\.json"):
+    with pytest.raises(GraftError, match=r"missing\.json cannot be read"):
         export_head(tmp_path / "head", tmp_path / "out", "vllm", "m", TARGET, [tmp_path / "missing.json"])
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(GraftError, match="is not what graft bench --out writes"):

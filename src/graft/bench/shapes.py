@@ -1,4 +1,4 @@
-"""Sizes of large models' layers, by name or as numbers, for cost emulation and `graft plan`."""
+"""Sizes of large models' layers, by name or as numbers, for cost emulation."""
 
 from __future__ import annotations
 

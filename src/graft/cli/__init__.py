@@ -24,7 +24,6 @@ from graft.cli.export_hub import export_hub
 from graft.cli.generate import generate
 from graft.cli.index import index
 from graft.cli.load_check import load_check
-from graft.cli.plan import plan
 from graft.cli.pull import pull
 from graft.cli.serve import serve
 from graft.cli.terminal import one_line_warnings
@@ -36,7 +35,7 @@ from graft.version import __version__
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 _HEAD_VERBS = (train, load_check, export_head)
-VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, plan, *_HEAD_VERBS, export_hub, pull, env)
+VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, *_HEAD_VERBS, export_hub, pull, env)
 
 app = typer.Typer(
     name="graft",

@@ -4,7 +4,6 @@ A head is exported with a model card: a description, measurements, and the comma
 files that benchmarks wrote.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
+from graft.files import read_json
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config
@@ -188,13 +188,6 @@ def _format_errors(path: Path, writer: str) -> Iterator[None]:
     except (KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise GraftError(f"{path} is not what {writer} --out writes: {reason}") from error
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GraftError(f"cannot read {path}: {error}") from error
 
 
 def _dtype(folder: Path) -> torch.dtype:
