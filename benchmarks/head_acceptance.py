@@ -20,8 +20,9 @@ from typing import Any
 from common import add_prompts, command_line, device_name, write_json
 from transformers import PreTrainedModel
 
+from graft.bench.baselines import POLICY_METHODS
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
-from graft.bench.runs import OURS, check_names
+from graft.bench.runs import check_names
 from graft.bench.tasks import questions, read_tasks
 from graft.errors import GraftError
 from graft.loading import load, load_drafter
@@ -57,7 +58,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     names = options.policy.split(",")
-    check_names(names, OURS)
+    check_names(names, tuple(POLICY_METHODS))
     engine = load(options.model, policy=PLAIN, draft=None, dtype=options.dtype)
     model = engine.target.model
     assert isinstance(model, PreTrainedModel)

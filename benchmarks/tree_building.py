@@ -22,7 +22,6 @@ from common import command_line
 from torch import Tensor
 
 import graft.model.verified
-from graft.bench.replay import accepted_nodes
 from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.request.batch import Batch
@@ -33,6 +32,7 @@ from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
 from graft.tree.candidates import Level
+from graft.tree.tree import ROOT, DraftTree
 
 VOCAB = 49_152
 BUDGET = 60
@@ -125,6 +125,19 @@ class Stopwatch:
 
     def print_median(self, name: str, seconds: Callable[[defaultdict[str, float]], float]) -> None:
         print(f"{name:36}{1e3 * median(map(seconds, self.rounds)):8.3f} ms")
+
+
+def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
+    """The nodes of the only row's tree that the following tokens lead to, from the root on."""
+    tokens, parents, sources = (field[0].tolist() for field in (tree.tokens, tree.parents, tree.sources))
+    children = {(p, t): n for n, (p, t, s) in enumerate(zip(parents, tokens, sources, strict=True)) if s > ROOT}
+    path: list[int] = []
+    for token in following:
+        node = children.get((path[-1] if path else 0, token))
+        if node is None:
+            break
+        path.append(node)
+    return path
 
 
 def make_texts() -> Iterator[list[int]]:

@@ -16,13 +16,10 @@ import torch
 
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
-from graft.bench import svg
 from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
-from graft.bench.replay import read_traces, save_traces
-from graft.bench.replayed import read_recorded
-from graft.bench.report import notes_on
+from graft.bench.report import notes_on, ticks
 from graft.bench.results import Summary
 from graft.bench.runner import BenchSettings, check_states, rotated, run, variants
 from graft.bench.runs import make_methods
@@ -31,7 +28,6 @@ from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
 from graft.request.stats import Stats
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.transformers_reference import transformers_answer
 from heads import SMALL_TREE, make_head
@@ -40,7 +36,13 @@ from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 Run = Callable[..., Finished]
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 3, 17, 42]
 SIXTEEN = SamplingSettings(max_new_tokens=16, seed=0)
-PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-source", "time-by-phase")
+PLOTS = {
+    "speed-against-accepted-length": "svg/circle",
+    "speed-by-task": "table",
+    "acceptance-by-depth": "svg/polyline",
+    "acceptance-by-source": "table",
+    "time-by-phase": "table",
+}
 
 
 # test_policies.py asks the same of the policies by themselves.
@@ -545,8 +547,8 @@ def test_prompts_that_share_a_batch_have_no_interval_of_speed():
 
 
 def test_ticks_are_round_numbers_within_the_range():
-    assert svg.ticks(0, 4) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
-    assert svg.ticks(0.4, 3.2, whole=True) == [1, 2, 3]
+    assert ticks(0, 4) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert ticks(0.4, 11.2) == [2, 4, 6, 8, 10]
 
 
 # The command
@@ -604,10 +606,11 @@ def test_report_has_every_plot_and_needs_nothing_from_elsewhere(
     assert not re.search(r"https?:|//|src=|href=|@import|url\(|<script", page)
     tree = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
     sections = {section.get("id"): section for section in tree.iter("section")}
-    for plot in PLOTS:
-        assert sections[plot].find("figure/svg") is not None
+    for plot, mark in PLOTS.items():
+        assert sections[plot].find(f"figure/{mark}") is not None
     points = sections["speed-against-accepted-length"].findall(".//circle")
     assert len(points) == 2 * 3 + 3
+    assert len(sections["speed-by-task"].findall(".//td/b")) == 2 * 3 + 3, "a bar for each task, and for the average"
     assert str(tmp_path) not in page
 
 
@@ -661,6 +664,8 @@ def test_rows_and_states_reach_the_run(graft_tiny: Run, data: list[str], tmp_pat
         (["--temperature", "-1"], "temperature"),
         (["--max-prompt-tokens", "1"], "--max-prompt-tokens must be at least 2"),
         (["--budget", "500"], "budget must be between 1 and"),
+        (["--pass-cost", "0.1"], "--pass-cost needs --budget"),
+        (["--pass-cost", "-1", "--budget", "5"], "pass_cost must be 0 or more"),
     ],
 )
 def test_bad_option_is_one_line_that_says_what_is_wrong(
@@ -678,109 +683,5 @@ def test_data_files_of_the_same_name_are_refused(graft_tiny: Run, data: list[str
     assert "two data files are called 'first'" in result.err
 
 
-# Recording and replay
-
-
-@pytest.fixture(scope="module")
-def head_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random head for the tiny model."""
-    config = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
-    torch.manual_seed(0)
-    head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size=64))
-    head.set_vocabulary(torch.arange(60, 124))
-    folder = tmp_path_factory.mktemp("head")
-    save_head(head, folder)
-    return str(folder)
-
-
-@pytest.fixture
-def traces(graft_tiny: Run, data: list[str], head_folder: str, tmp_path: Path) -> Path:
-    folder = tmp_path / "traces"
-    result = graft_tiny("bench", *data, "--draft", head_folder, "--rows", "2", "--record", str(folder))
-    assert result.status == 0, result.err
-    return folder
-
-
-def test_recorded_tasks_replay_as_they_ran(
-    graft: Run, graft_tiny: Run, traces: Path, data: list[str], head_folder: str, tmp_path: Path
-) -> None:
-    assert sorted(path.name for path in traces.iterdir()) == ["first.safetensors", "second.safetensors"]
-    methods = ["--methods", "off,dense,graft,graft-without-recall", "--budget", "60"]
-    live = graft_tiny("bench", *data, "--draft", head_folder, *methods, "--out", str(tmp_path / "live"))
-    replayed = graft("bench", "--replay", str(traces), *methods, "--out", str(tmp_path / "out"))
-    assert (live.status, replayed.status) == (0, 0), replayed.err
-    results, lived = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "live"))
-
-    assert results["settings"]["replay"] is True
-    assert results["settings"]["pass_cost"] == 0.03
-    ran = {(run["task"], run["method"]): run for run in results["runs"]}
-    assert set(ran) == {(run["task"], run["method"]) for run in lived["runs"]}
-    for one in lived["runs"]:
-        found = ran[one["task"], one["method"]]
-        assert found["tokens"] == one["tokens"]
-        if one["method"] in ("off", "dense"):  # what others learn of nodes outside the dense tree is not recorded
-            for count in ("rounds", "accepted", "draft_passes_per_round", "modelled_speed"):
-                assert found[count] == one[count]
-    assert all(run["tokens_per_second"] is run["speedup"] is run["differ"] is None for run in results["runs"])
-    assert str(tmp_path) not in json.dumps(results)
-
-
-def test_table_and_report_of_a_replay_have_no_times(graft: Run, traces: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = ["--replay", str(traces / "first.safetensors"), "--limit", "1", "--methods", "dense,graft"]
-    result = graft("bench", *words, "--state", "cold", "--state", "persistent", "--out", str(out))
-    assert result.status == 0, result.err
-    assert "accepted by source" in result.out and "A replay of recorded answers" in result.out
-    assert "tokens/s" not in result.out and "speedup" not in result.out
-    page = ElementTree.fromstring((out / "report.html").read_text().removeprefix("<!DOCTYPE html>"))
-    sections = [section.get("id") for section in page.iter("section")]
-    assert "acceptance-by-source" in sections and "time-by-phase" not in sections
-    runs = json.loads((out / "results.json").read_text())["runs"]
-    assert [(run["method"], run["state"], run["prompts"]) for run in runs] == [
-        ("dense", "none", 1),
-        ("graft", "cold", 1),
-        ("graft", "persistent", 1),
-    ]
-
-
-def test_replay_warms_up_on_traces(graft: Run, traces: Path, tmp_path: Path) -> None:
-    words = ["--replay", str(traces / "first.safetensors"), "--warmup", str(traces / "second.safetensors")]
-    result = graft("bench", *words, "--methods", "recycle", "--out", str(tmp_path / "out"))
-    assert result.status == 0, result.err
-    (run,) = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
-    assert (run["state"], run["task"]) == ("warm", "first")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--replay", "missing.safetensors"], "missing.safetensors cannot be read as traces"),
-        (["--replay", "."], "no traces are in .: record some with graft bench --record"),
-        (["--replay", "x", "--methods", "hf"], "unknown method 'hf'"),
-        (["--replay", "x", "--rows", "2"], "--replay excludes --rows: the recording has settled this"),
-        (["--record", "traces", "--temperature", "1"], "leave out --temperature"),
-        (["--pass-cost", "0.1"], "--pass-cost needs --budget"),
-        (["--pass-cost", "-1", "--budget", "5"], "pass_cost must be 0 or more"),
-    ],
-)
-def test_replay_that_cannot_be_says_why(
-    words: list[str], message: str, graft: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = graft("bench", *words, "--out", str(tmp_path / "out"))
-    assert result.status == 2
-    assert message in result.err
-
-
-def test_recording_needs_a_head_and_comparing_a_folder(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
-    assert "needs a drafter" in graft_tiny("bench", *data, "--record", str(tmp_path / "traces")).err
+def test_comparing_needs_a_folder(graft_tiny: Run, data: list[str]) -> None:
     assert "name a folder for the results with --out" in graft_tiny("bench", *data).err
-
-
-def test_traces_of_different_heads_are_not_mixed(traces: Path, tmp_path: Path) -> None:
-    read, about = read_traces(traces / "first.safetensors")
-    tree = TreeSettings(depth=about["depth"], topk=about["topk"])
-    facts = {fact: about[fact] for fact in ("model", "max_new_tokens")} | {"draft": "another"}
-    save_traces(traces / "third.safetensors", read, tree, BYTE_VOCAB, "third", **facts)
-    with pytest.raises(GraftError, match="do not belong together: draft is"):
-        read_recorded([traces])

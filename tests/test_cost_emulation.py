@@ -304,15 +304,12 @@ def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
     [
         (["--as-cost-of", "gpt-5"], "unknown shape 'gpt-5': known: llama-1b5, llama-8b, qwen-32b"),
         (["--as-cost-of", SPEC.replace("layers=5", "layers=2")], "layers=2 is too small a shape"),
-        (["--as-cost-of", SPEC, "--record", "traces"], "--record records no times"),
-        (["--as-cost-of", SPEC, "--replay", "traces"], "--replay excludes --as-cost-of"),
     ],
 )
 def test_shape_that_a_model_cannot_be_widened_to_is_one_line(
     words, message, graft, model_folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    loading = [] if "--replay" in words else ["--model", model_folder]
-    result = graft("bench", *loading, *words, "--out", str(tmp_path / "out"))
+    result = graft("bench", "--model", model_folder, *words, "--out", str(tmp_path / "out"))
     assert result.status == 2 and result.err.count("\n") == 1
     assert message in result.err

@@ -333,8 +333,6 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
     finished = graft(*words, *names)
     assert finished.status == 0, finished.err
     assert Path(out, "results.json").is_file()
-    record = ("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"))
-    assert graft(*record, *names).status == 0
 
 
 # CUDA graphs

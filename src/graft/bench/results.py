@@ -47,7 +47,7 @@ class Run:
     tokens: int
     decode_seconds: float
     prefill_seconds: float
-    tokens_per_second: float | None  # None in a replay, which runs no target
+    tokens_per_second: float
     speedup: float | None  # over plain decoding
     mean_accepted: float
     rounds: int
@@ -93,9 +93,8 @@ class Results:
 class Summary:
     """Accumulates finished tasks into `Results`."""
 
-    def __init__(self, sampling: SamplingSettings, rows: int = 1, is_timed: bool = True) -> None:
+    def __init__(self, sampling: SamplingSettings, rows: int = 1) -> None:
         self._sampling = sampling
-        self._is_timed = is_timed
         self._is_timed_by_prompt = rows == 1
         self._runs: list[Run] = []
         self._draws: list[Rates] = []  # of each run
@@ -119,18 +118,18 @@ class Summary:
         return Results(list(self._runs), [self._average(key) for key in keys], settings, environment)
 
     def _plain_noise(self) -> float | None:
-        """How far turns of plain decoding differ from their middle; None if there was only one, or no time."""
-        if self._plain_seconds is None or len(self._plain_seconds) < 2 or not self._is_timed:
+        """How far turns of plain decoding differ from their middle; None if there was only one."""
+        if self._plain_seconds is None or len(self._plain_seconds) < 2:
             return None
         low, high = self._plain_seconds.min(), self._plain_seconds.max()
         return float((high - low) / (high + low))
 
     def _rates(self, task: Sequence[Samples], picks: Picks | None) -> list[Rates]:
         """The task's rates of each variant. picks: bootstrap samples; None takes every answer once."""
-        rates = [_own_rates(samples, picks, self._is_timed) for samples in task]
+        rates = [_own_rates(samples, picks) for samples in task]
         names = [samples.variant.name for samples in task]
         for one in rates:
-            if PLAIN in names and self._is_timed:
+            if PLAIN in names:
                 one["speedup"] = one["tokens_per_second"] / rates[names.index(PLAIN)]["tokens_per_second"]
             if DENSE in names:
                 one["modelled_over_dense"] = one["modelled_speed"] / rates[names.index(DENSE)]["modelled_speed"]
@@ -203,7 +202,7 @@ def _totals(counts: Sequence[Any], times: Sequence[Any]) -> dict[str, Any]:
     return added | {"seconds_by_phase": _added(one.seconds_by_phase for one in times)}
 
 
-def _own_rates(samples: Samples, picks: Picks | None, is_timed: bool) -> Rates:
+def _own_rates(samples: Samples, picks: Picks | None) -> Rates:
     """Ratios of sums over the picked answers."""
     columns = _by_prompt(samples)
     sums = {
@@ -213,8 +212,8 @@ def _own_rates(samples: Samples, picks: Picks | None, is_timed: bool) -> Rates:
     rounds = sums["rounds"]
     mean_accepted = 1 + sums["accepted"] / rounds
     passes = sums["draft_passes"] / rounds
-    speed = {"tokens_per_second": sums["tokens"] / sums["seconds"]} if is_timed else {}
-    return speed | {
+    return {
+        "tokens_per_second": sums["tokens"] / sums["seconds"],
         "mean_accepted": mean_accepted,
         "draft_passes_per_round": passes,
         "nodes_per_round": sums["nodes"] / rounds,
@@ -246,7 +245,7 @@ def _draw(num_prompts: int, num_turns: int, task: int) -> Picks:
 
 
 def _points(rates: Rates) -> dict[str, Any]:
-    missing = dict.fromkeys(("tokens_per_second", "speedup", "modelled_over_dense"))
+    missing = dict.fromkeys(("speedup", "modelled_over_dense"))
     return missing | {name: float(value[0]) for name, value in rates.items()}
 
 

@@ -14,10 +14,8 @@ from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.factory import with_tree
 
-OURS = tuple(POLICY_METHODS)
 
-
-def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
+def check_names(names: Sequence[str], known: Sequence[str] = (*POLICY_METHODS, *PEERS)) -> None:
     """Raise unless every name is known and given once."""
     require(bool(names), f"no method is named; known: {', '.join(known)}")
     for name in names:

@@ -10,7 +10,6 @@ import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
 from graft.cli.terminal import aside, check_loading, checked_folder, load_engine, notes
-from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
@@ -40,10 +39,8 @@ HEADS: Group = {
         "the model's packaged head",
         metavar="HEAD",
     ),
-    "budget": _model(int, "Draft nodes verified per round, for all methods.", "each method's own; replay: 60"),
-    "pass_cost": _model(
-        float, "Cost of a draft pass, relative to a verify step.", "measured; replay: 0.03", metavar="F"
-    ),
+    "budget": _model(int, "Draft nodes verified per round, for all methods.", "each method's own"),
+    "pass_cost": _model(float, "Cost of a draft pass, relative to a verify step.", "measured", metavar="F"),
     "exact": LOADING["exact"],
     "as_cost_of": _model(
         str,
@@ -66,8 +63,7 @@ TRIAL = "Count from one to ten."
 def bench(
     context: typer.Context,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for results.json, results.csv and report.html; required without --record."),
+        Path | None, typer.Option(help="Folder for results.json, results.csv and report.html; required.")
     ] = None,
     data: Annotated[list[Path] | None, typer.Option(help="A file of prompts, which is one task; repeatable.")] = None,
     methods: Annotated[
@@ -79,13 +75,6 @@ def bench(
     ] = "off,graft",
     limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each task.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Record answers and drafts there for --replay, and stop.", metavar="DIR")
-    ] = None,
-    replay: Annotated[
-        list[Path] | None,
-        typer.Option(help="Run the policies on recorded answers, without the model; repeatable.", metavar="DIR|FILE"),
-    ] = None,
     *,
     loading: Given,
     heads: Given,
@@ -98,8 +87,6 @@ def bench(
 
     --as-cost-of SHAPE makes a Llama as slow as a larger one without changing its text: see docs/measuring.md.
 
-    --record DIR saves the model's answers and the head's drafts; --replay DIR then compares policies in seconds.
-
     --state cold forgets everything before each prompt, warm keeps what --warmup taught, persistent learns on.
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
@@ -107,46 +94,31 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     check_loading(loading)
-    from graft.bench.peers import PEERS
-    from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states
-    from graft.bench.runs import OURS, check_names, make_methods
+    from graft.bench.runs import check_names, make_methods
     from graft.bench.shapes import Shape
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks, without_repeats
     from graft.cli.results_table import run_and_show
-    from graft.cli.traces import record_traces, replay_traces
     from graft.data import Prompt
     from graft.loading import load_drafter
     from graft.spec_decode.policies import PolicySettings
-    from graft.spec_decode.proposers.block.drafter import BlockDrafter
-    from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 
     # Check all options before loading the model.
     settings = BenchSettings.of(decoding)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     warmup: Path | None = learning.get("warmup")
     states = learning.get("state", ["cold" if warmup is None else "warm"])
-    check_names(names, OURS if replay else (*OURS, *PEERS))
+    check_names(names)
     check_states(states, warmup is not None, settings.rows)
     require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit needs --warmup FILE")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
     budget, pass_cost = heads.get("budget"), heads.get("pass_cost")
     PolicySettings(budget, pass_cost)  # validates them
-    require(pass_cost is None or budget is not None or bool(replay), "--pass-cost needs --budget")
+    require(pass_cost is None or budget is not None, "--pass-cost needs --budget")
     shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
-    if replay:
-        own = {"data": data, "record": record, "max_prompt_tokens": max_prompt_tokens}
-        given = [_flag(name) for name in [*(name for name in own if own[name]), *loading, *decoding]]
-        given += [_flag(name) for name in heads if name not in ("budget", "pass_cost")]
-        require(not given, f"--replay excludes {', '.join(given)}: the recording has settled this")
-        replay_traces(replay, names, states, checked_folder(out), limit, heads, learning)
-        return
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
-    if record is not None:
-        require(settings.temperature == 0, "--record records greedy answers: leave out --temperature")
-        require(shape is None, "--record records no times, which --as-cost-of would change: leave it out")
-    folder = checked_folder(record or out)
+    folder = checked_folder(out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
@@ -159,15 +131,6 @@ def bench(
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
 
     tasks = {task.name: asked(task) for task in read}
-    if record is not None:
-        if drafter is None:
-            raise GraftError("--record needs a drafter: name one with --draft")
-        if isinstance(drafter, BlockDrafter):
-            raise GraftError("--record needs a drafter that drafts level by level, and this is a block head")
-        if isinstance(drafter, OtherTokenizerDrafter):
-            raise GraftError("--record needs a drafter that drafts level by level, and this model drafts text")
-        record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
-        return
     assistant = _assistant(heads.get("assistant"), engine)
     exact = heads.get("exact", False)
     compared = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
@@ -190,8 +153,7 @@ def bench(
         "warmup": warmup.stem if warmup is not None else None,
         "max_prompt_tokens": max_prompt_tokens,
     }
-    machine = environment(engine.target.device)
-    run_and_show(compared, states, tasks, lessons, trial, settings, engine.eos_token_ids, facts, machine, folder)
+    run_and_show(engine, compared, states, tasks, lessons, trial, settings, facts, folder)
 
 
 def _head_name(draft: str, model_name: str) -> str | None:
@@ -232,7 +194,3 @@ def _assistant(name: str | None, engine: Engine) -> Any | None:
 def _public(name: str | None) -> str | None:
     """A model's name without its path, since results are made to be shared."""
     return Path(name).name if name is not None and Path(name).is_dir() else name
-
-
-def _flag(setting: str) -> str:
-    return f"--{setting.replace('_', '-')}"

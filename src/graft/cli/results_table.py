@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from graft.bench.results import Results
     from graft.bench.runner import BenchSettings
     from graft.bench.tasks import Question
+    from graft.engine import Engine
 
 _WIDE = 132  # terminal columns needed for a table with confidence intervals
 
 
 def run_and_show(
+    engine: Engine,
     compared: Sequence[Method],
     states: list[str],
     tasks: dict[str, list[Question]],
     lessons: list[Question],
     trial: Question,
     settings: BenchSettings,
-    eos_token_ids: list[int],
     facts: dict[str, Any],
-    machine: dict[str, Any],
     out: Path,
 ) -> None:
     """Run the methods; show and write the results after every task."""
     from graft.bench.report import html, in_short, label
-    from graft.bench.results import Summary
+    from graft.bench.results import Summary, environment
     from graft.bench.runner import run, variants
     from graft.progress import Report
 
@@ -43,7 +43,8 @@ def run_and_show(
         "tasks": {task: len(questions) for task, questions in tasks.items()},
         "warmup_prompts": len(lessons),
     }
-    summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
+    machine, eos_token_ids = environment(engine.target.device), engine.eos_token_ids
+    summary = Summary(settings.sampling(eos_token_ids), settings.rows)
     aside("Warming up ...")
     ready = variants(compared, states, lessons, trial, settings, eos_token_ids)
     results: Results | None = None
@@ -90,18 +91,17 @@ def _print_results(results: Results) -> None:
 def _table(results: Results, width: int) -> Table:
     from rich.table import Table
 
-    from graft.bench.report import columns, label, titled
+    from graft.bench.report import COLUMNS, label, titled
 
     is_widened = bool(results.settings.get("as_cost_of"))
     table = Table("task", "method", title=titled("Graft benchmark", results.settings) if is_widened else None)
-    shown = columns(results)
-    for column in shown:
+    for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     tasks = list(dict.fromkeys(run.task for run in results.runs))
     for task, runs in [(t, [r for r in results.runs if r.task == t]) for t in tasks] + [("average", results.averages)]:
         table.add_section()
         for place, run in enumerate(runs):
-            cells = [cell(run) for cell in shown.values()]
+            cells = [cell(run) for cell in COLUMNS.values()]
             if width < _WIDE:
                 cells = [cell.partition(" [")[0] for cell in cells]
             style = "red" if run.differ else None
