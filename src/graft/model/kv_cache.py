@@ -42,18 +42,12 @@ class Row:
     pages: list[int] = field(default_factory=list)  # in the order of the text; always the same list object
     length: int = 0  # committed tokens of the target
     offset: int = 0  # rotary position minus place in the text: an image takes fewer positions than places
-    begun: Any = None  # a `runner.BegunStep`, left by a drafter that shares the target's layers
 
     @property
     def is_open(self) -> bool:
         """Whether the row has not been released."""
         finalizer = self.__dict__.get("_finalizer")
         return finalizer is None or finalizer.alive
-
-    def take_begun(self) -> Any:
-        """Take the begun step, if it still starts at the committed length."""
-        begun, self.begun = self.begun, None
-        return begun if begun is not None and begun.length == self.length else None
 
 
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -118,14 +112,10 @@ class KVStore:
             self.keys, self.values = grown[0]
             self._others = dict(zip(self._others, grown[1:], strict=True))
 
-    def move(self, source: Tensor, target: Tensor, num_layers: int | None = None) -> None:
-        """Copy slots into others, in the first `num_layers` layers; None: in all."""
-        for stored in self.stored:
-            stored[:num_layers, target] = stored[:num_layers, source]
-        for layer, pair in self._others.items():
-            if num_layers is None or layer < num_layers:
-                for stored in pair:
-                    stored[:, target] = stored[:, source]
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots into others, in all layers."""
+        for stored in itertools.chain(*self.pairs):
+            stored[:, target] = stored[:, source]
 
     def copy_page(self, source: int, target: int) -> None:
         for stored in itertools.chain(*self.pairs):
@@ -488,18 +478,11 @@ class KVCache(Cache):
             for step, place in enumerate(path, start=1)
             if place != step
         ]
-        self.move(moves)
-        self.advance([1 + len(path) for path in paths])
-
-    def move(self, moves: Sequence[tuple[Row, int, int]], num_layers: int | None = None) -> None:
-        """Move keys and values after the rows' committed tokens: (row, from place, to place), all at once.
-
-        num_layers: only in so many first layers; None: in all.
-        """
         if moves:
             source = self.slots_of([(row, row.length + place) for row, place, _ in moves])
             target = self.slots_of([(row, row.length + place) for row, _, place in moves])
-            self.store.move(source, target, num_layers)
+            self.store.move(source, target)
+        self.advance([1 + len(path) for path in paths])
 
     def advance(self, counts: Sequence[int]) -> None:
         for row, count in zip(self.rows, counts, strict=True):

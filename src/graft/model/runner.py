@@ -6,8 +6,8 @@ A runner holds no sequences: callers pass the KV cache. `sampler` chooses tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +25,6 @@ from graft.settings import require
 from graft.tree.tree import DraftTree
 
 _IN_USE = "the KV cache is in use already: set its size before anything is decoded"
-
-
-class BegunStep(Protocol):
-    """The first layers of a row's next step, run by a drafter that shares the target's layers; see `Row.begun`."""
-
-    @property
-    def length(self) -> int:
-        """The row's length at that time: if the row has grown since, the begun step is dropped."""
-
-    def finish(self, runner: TargetRunner, step: FlatStep, begun: Sequence[Any]) -> Tensor:
-        """Logits [1, T, V] of the whole step. begun: the begun step of each row, or None."""
 
 
 class TargetRunner:
@@ -222,12 +211,6 @@ class TargetRunner:
 
     def _run(self, step: FlatStep, num_already_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """Run the step eagerly, by the model's own code."""
-        begun: list[BegunStep | None] = [row.take_begun() for row in step.rows]
-        first = next((own for own in begun if own is not None), None)
-        if first is not None:
-            assert not self._hidden_layers
-            logits = first.finish(self, step, begun)
-            return outputs_of(step, logits[0].float(), logits[0, :, :0])
         is_run = step.skip_already_run(num_already_run) if num_already_run else None
         logits, hidden = self._run_model(*self._inputs(step, is_run))
         return outputs_of(step, logits[0].float(), hidden[0])
@@ -248,10 +231,6 @@ class TargetRunner:
         cache.read_until(seen.end)
         tokens = torch.from_numpy(ids)[None].to(device)
         return cache, tokens, self._clamped(torch.from_numpy(at)[None].to(device)), seen
-
-    def forward_of(self, step: FlatStep, is_run: np.ndarray | None = None) -> AbstractContextManager[dict[str, Any]]:
-        """Context in which the model uses our attention; yields arguments for the model's own forward."""
-        return self._with_tree_attention(*self._inputs(step, is_run))
 
     @contextmanager
     def _with_tree_attention(

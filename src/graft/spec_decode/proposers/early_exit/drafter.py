@@ -1,8 +1,7 @@
 """EarlyExitDrafter: drafts with the target's own first layers, final norm and output layer.
 
-It uses the target's weights and KV cache, so there is nothing to load or to prefill. The verify step continues the
-drafted nodes after the exit layer (`runner`). On a GPU steps are captured and run all nodes through all layers: leaves
-and grafted nodes need the first layers' weights anyway.
+It uses the target's weights and KV cache, so there is nothing to load or to prefill. The verify step runs all nodes
+through all layers, and writes over what the exit has left in the cache.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from transformers import PreTrainedModel
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.early_exit.runner import FirstLayersRunner
-from graft.spec_decode.proposers.early_exit.split import SplitModel, first_layers
+from graft.spec_decode.proposers.early_exit.split import first_layers
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
 
 
@@ -37,9 +35,6 @@ class EarlyExitDrafter(SmallModelDrafter):
         super().__init__(first_layers(target, num_layers), TargetRunner(target).vocab_size, settings)
         self.num_layers = num_layers
         self._target = target
-        self._is_captured = target.device.type == "cuda"
-        if not self._is_captured:
-            SplitModel(target, num_layers).check()
 
     def with_settings(self, settings: TreeSettings) -> EarlyExitDrafter:
         return EarlyExitDrafter(self._target, self.num_layers, settings)
@@ -56,9 +51,7 @@ class EarlyExitDrafter(SmallModelDrafter):
         return ModelState(self._runner(cache), [ExitRow.of(row, row.length) for row in cache.rows])
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
-        if self._is_captured:
-            return target_for(self.model, pool=cache.pool, store=cache.store)
-        return FirstLayersRunner(self._target, self.num_layers, cache.pool, cache.store)
+        return target_for(self.model, pool=cache.pool, store=cache.store)
 
     def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         """Nothing to do: the target has read it."""
