@@ -116,11 +116,5 @@ class Network:
             out.append(self.logits(slot) + w2 @ before)
         return out
 
-    def confidence(self, hidden: Tensor, parent: int | None) -> Tensor:
-        features = self.norm(hidden, "norm")
-        if parent is not None:
-            features = torch.cat([features, self.state["markov_head.markov_w1.weight"][parent]])
-        return torch.sigmoid(self._affine("confidence_head.proj", features))[0]
-
     def _affine(self, name: str, x: Tensor) -> Tensor:
         return self.state[f"{name}.weight"] @ x + self.state[f"{name}.bias"]

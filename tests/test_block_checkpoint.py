@@ -365,13 +365,6 @@ def test_a_head_in_a_published_spelling_computes_what_its_project_does(name, tmp
     if published.markov is not None:
         its = published.network.markov(published.markov, expected, chain)
         close(head.conditionals(hidden, parents)[0, :, 0], torch.stack(its))
-    if "confidence_head.proj.weight" in published.tensors:
-        reads = head.confidence_head.proj.in_features > HIDDEN
-        its = [
-            published.network.confidence(slot, parent if reads else None)
-            for slot, parent in zip(expected, chain, strict=True)
-        ]
-        close(head.confidence(hidden, parents)[0, :, 0], torch.stack(its))
     if "d2t" in published.others:
         assert head.to_target(torch.tensor([0, 11])).tolist() == [0, 33]
 
@@ -408,8 +401,7 @@ OWN = {
     "windows that are not causal": {"windows": (6, 6)},
     "conditional": {"conditional": True, "own_mask": True},
     "smaller conditional": {"conditional": True, "conditional_size": 24},
-    "markov": {"markov": "gated", "markov_rank": 3, "confidence": True, "confidence_with_markov": True},
-    "confidence alone": {"confidence": True},
+    "markov": {"markov": "gated", "markov_rank": 3},
     "draft vocabulary": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": DRAFTED},
     "narrow": {"hidden_size": 12, "own_lm_head": True, "own_embedding": True, "head_norms": False},
     "rotary": {"rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "target_layers": (0, 8)},
@@ -528,12 +520,6 @@ BAD_CONFIGS = [
     ({"markov_rank": 3}, r"has no tensor markov_head.markov_w1.weight, expected as \[41, 3\]"),
     ({"markov_rank": "3"}, "markov_rank must be a whole number, not '3'"),
     ({"markov_rank": 3, "markov_head_type": "fir"}, "markov_head_type 'fir' is not one of vanilla, gated, rnn"),
-    ({"enable_confidence_head": True}, "has no tensor confidence_head.proj.bias"),
-    ({"enable_confidence_head": True, "use_confidence_head": False}, "delete the one that is wrong"),
-    (
-        {"enable_confidence_head": True, "confidence_head_with_markov": True},
-        "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
-    ),
     ({"ar_approximation": "swiglu"}, "has no tensor ar_approximation.d.weight"),
     ({"ar_approximation": "gru"}, "ar_approximation is gru, and only swiglu is known"),
     (
@@ -575,10 +561,6 @@ BAD_TENSORS = [
     (lambda tensors: tensors.update(mask_hidden=torch.ones(2)), "has a tensor mask_hidden, for which its config.json"),
     (lambda tensors: tensors.update({"model.fc.weight": torch.ones(2)}), "has the tensor fc.weight twice"),
     (lambda tensors: tensors.update(markov_head()), "has a tensor markov_head.markov_w1.weight, for which its config"),
-    (
-        lambda tensors: tensors.update({"confidence_head.proj.weight": torch.ones(1, 9)}),
-        "has no tensor confidence_head.proj.bias",
-    ),
     (lambda tensors: tensors.update({"norm.weight": torch.ones(16).long()}), r"norm.weight is torch.int64 \[16\]"),
     (spoil, "k_norm.weight has values that are not finite"),
 ]
@@ -685,7 +667,7 @@ def test_load_check_takes_slots_and_shows_what_a_head_has(tmp_path, load_check):
     specforge_dspark().write(tmp_path / "head")
     output = load_check("--slots", "in-place").out
     assert "in place; assumed, config.json does not say: see --slots" in output
-    assert all(words in output for words in ("Markov (gated, rank 3), confidence", "2: bidirectional", "token 5"))
+    assert all(words in output for words in ("Markov (gated, rank 3)", "2: bidirectional", "token 5"))
 
 
 def test_load_check_of_a_head_that_does_not_fit_exits_with_2(tmp_path, load_check):

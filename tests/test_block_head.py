@@ -154,19 +154,6 @@ def test_a_new_conditional_head_gives_the_marginals():
     close(logits[:, :, 0], head.marginals(hidden))
 
 
-@pytest.mark.parametrize("with_markov", [False, True])
-def test_confidence_is_a_probability_after_each_candidate(with_markov):
-    head = make_head(markov="vanilla", markov_rank=3, confidence=True, confidence_with_markov=with_markov)
-    hidden, expected = hidden_of(head), expected_hidden(head)
-    parents = torch.arange(12).view(2, 3, 2)
-    confidence = head.confidence(hidden, parents)
-    for row, slots in enumerate(expected):
-        for slot, state in enumerate(slots):
-            for place, parent in enumerate(parents[row, slot].tolist()):
-                its = oracle(head).confidence(state, parent if with_markov else None)
-                close(confidence[row, slot, place], its)
-
-
 def test_a_draft_cache_built_in_pieces_is_that_built_at_once():
     head = make_head()
     known, positions = features(head), torch.arange(max(LENGTHS)).expand(2, -1)
@@ -261,8 +248,6 @@ def test_what_a_head_lacks_is_said():
     hidden = hidden_of(head)
     with pytest.raises(GraftError, match="has marginals only"):
         head.conditionals(hidden, torch.zeros(2, 3, 1, dtype=torch.int64))
-    with pytest.raises(GraftError, match="has no confidence head"):
-        head.confidence(hidden, torch.zeros(2, 3, 1, dtype=torch.int64))
     with pytest.raises(GraftError, match=r"the target's lm_head is \[36, 16\], not \[37, 16\]"):
         head.borrow_lm_head(LM_HEAD[1:])
     bare = BlockHead(head.config)
@@ -284,7 +269,6 @@ BAD_CONFIGS = [
     ({"hidden_size": 12, "own_embedding": True}, "needs an lm_head of its own"),
     ({"markov": "plain", "markov_rank": 3}, "markov_head_type 'plain' is not one of vanilla, gated, rnn"),
     ({"markov": "vanilla"}, "markov_rank must be a positive whole number, not 0"),
-    ({"confidence": True, "confidence_with_markov": True}, "needs a Markov head, but markov_rank is 0"),
     ({"markov": "rnn", "markov_rank": 2, "conditional": True}, "a head is Markov or conditional, not both"),
     ({"num_target_layers": 0}, "num_target_layers must be a positive whole number, not 0"),
 ]

@@ -144,13 +144,7 @@ BLOCK_HEADS = {
     "sized conditional": {"shifted": False, "conditional": True, "conditional_size": 20, "own_embedding": True},
     "gated": {"shifted": False, "markov": "gated", "markov_rank": 5, "causal": (True, False), "windows": (6, None)},
     "recurrent": {"shifted": True, "markov": "rnn", "markov_rank": 5, "head_norms": False, "own_lm_head": True},
-    "confident": {
-        "shifted": True,
-        "markov": "vanilla",
-        "markov_rank": 5,
-        "confidence": True,
-        "confidence_with_markov": True,
-    },
+    "vanilla": {"shifted": True, "markov": "vanilla", "markov_rank": 5},
 }
 
 
@@ -166,10 +160,6 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
 
     tree = BlockTreeSettings(width=8, nodes=12)
     assert_draft_alike((model, BlockDrafter(head, tree)), (widened, BlockDrafter(wide_head, tree)))
-    if head.config.confidence:
-        hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
-        padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))
-        torch.testing.assert_close(wide_head.confidence(padded, parents), head.confidence(hidden, parents))
 
 
 def test_a_widened_block_head_is_saved_as_one_for_the_widened_model(model, tmp_path):

@@ -145,9 +145,6 @@ def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> Bl
         before = torch.arange(2 * config.markov_rank)
         columns = torch.cat([before, len(before) + channels])
         widener.fill(wide.markov_head.joint_proj, head.markov_head.joint_proj, torch.arange(3 * len(rank)), columns)
-    if config.confidence:
-        columns = torch.cat([channels, sizes["hidden_size"] + rank]) if config.confidence_with_markov else channels
-        widener.fill(wide.confidence_head.proj, head.confidence_head.proj, torch.arange(1), columns)
     return wide
 
 

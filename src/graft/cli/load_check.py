@@ -72,7 +72,6 @@ def _block_rows(found: block.Recognised) -> dict[str, str]:
     slots = "shifted" if shifted else "in place"
     weights = {"embedding": facts["own_embedding"], "lm_head": facts["own_lm_head"]}
     parts = [f"Markov ({facts['markov']}, rank {facts['markov_rank']})"] if facts["markov"] else []
-    parts += ["confidence"] if facts["confidence"] else []
     parts += ["conditional"] if facts["conditional"] else []
     sight = [
         ("causal" if causal else "bidirectional") + (f", {window} back" if window else "")

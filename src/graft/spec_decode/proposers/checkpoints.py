@@ -32,8 +32,9 @@ Place = tuple[str, ...]  # the keys that lead to a value of config.json
 MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
 HEAD_FILES = ("config.json", "*.safetensors", "*.bin", MASK_FILE)
 VOCABULARY = {"d2t", "t2d"}  # buffers, which may be missing in a file
-# Copies of the target's weights, which some versions of speculators save for training.
-UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
+CONFIDENCE_TENSORS = {"confidence_head.proj.weight", "confidence_head.proj.bias"}  # calibration takes their place
+# The others are copies of the target's weights, which some versions of speculators save for training.
+UNUSED_TENSORS = CONFIDENCE_TENSORS | {"verifier_lm_head.weight", "verifier_norm.weight"}
 _HEADER = 2**16  # most bytes of a file besides its tensors: names, shapes, offsets
 _SHAPE_KEYS = (*SIZES, "rms_norm_eps")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Recognised(checkpoints.Recognised):
         facts = self.facts
         if facts["conditional"]:
             return "TreeFlash"
-        if facts["markov"] is not None or facts["confidence"]:
+        if _is_dspark(facts, self.tensors):
             return "DSpark"
         return "JetSpec" if all(facts["causal"]) and not any(facts["windows"]) else "DFlash"
 
@@ -79,7 +79,9 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
         shape = checkpoints.value_at(config, layout.shape)
         facts["head_norms"] = normed or shape.get("model_type", "qwen3") == "qwen3"
         said = "shifted" in facts
-        chosen = SLOTS[slots] if slots is not None else facts.get("shifted", usually_shifted(layout, config, facts))
+        chosen = SLOTS[slots] if slots is not None else facts.get("shifted")
+        if chosen is None:
+            chosen = usually_shifted(layout, config, _is_dspark(facts, tensors))
         facts.setdefault("shifted", chosen)
         require(facts["shifted"] == chosen, f"it says that the slots are not {slots}: leave the choice to it")
     if (mask := _read_mask(folder / checkpoints.MASK_FILE, facts["mask_token_id"])) is not None:
@@ -142,6 +144,11 @@ def save_head(
     if mask is not None:
         content = {"embedding": mask.detach().cpu().clone(), "mask_token_id": config.mask_token_id}
         torch.save(content, folder / checkpoints.MASK_FILE)
+
+
+def _is_dspark(facts: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether the head has DSpark's Markov or confidence head. Drafting does not use the latter."""
+    return facts["markov"] is not None or not checkpoints.CONFIDENCE_TENSORS.isdisjoint(tensors)
 
 
 def _read_mask(path: Path, mask_token_id: Any) -> Tensor | None:

@@ -28,8 +28,6 @@ class BlockConfig(HeadConfig):
     own_mask: bool = False  # masked slots have a learned vector; else the embedding of mask_token_id
     markov: str | None = None  # DSpark's dependence of logits on the token before: one of MARKOV_HEADS
     markov_rank: int = 0
-    confidence: bool = False  # DSpark's estimate of the acceptance probability
-    confidence_with_markov: bool = False  # it also reads the Markov head's vector of the token before
     conditional: bool = False  # TreeFlash's MLP corrects hidden states by the token before
     conditional_size: int | None = None  # inner size of that MLP; the layers' if None
 
@@ -66,10 +64,6 @@ class BlockConfig(HeadConfig):
         )
         if self.markov is not None:
             check_size("markov_rank", self.markov_rank)
-        require(
-            self.markov is not None or not self.confidence_with_markov,
-            "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
-        )
         require(
             self.markov is None or not self.conditional,
             "a head is Markov or conditional, not both: choose one",

@@ -16,7 +16,7 @@ from graft.errors import GraftError
 from graft.model.attention import attend
 from graft.settings import require
 from graft.spec_decode.proposers.block.config import BlockConfig
-from graft.spec_decode.proposers.block.token_heads import ConditionalHead, ConfidenceHead, MarkovHead
+from graft.spec_decode.proposers.block.token_heads import ConditionalHead, MarkovHead
 from graft.spec_decode.proposers.draft_head import DraftHead
 
 KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
@@ -69,8 +69,6 @@ class BlockHead(DraftHead):
             self.mask_embedding = nn.Parameter(torch.zeros(size))
         if config.markov is not None:
             self.markov_head = MarkovHead(config)
-        if config.confidence:
-            self.confidence_head = ConfidenceHead(config)
         if config.conditional:
             self.ar_approximation = ConditionalHead(config)
 
@@ -155,14 +153,6 @@ class BlockHead(DraftHead):
             return self._logits(self.norm(hidden[..., None, :] + correction), shortlist)
         logits = self._logits(normed[..., None, :], shortlist)
         return logits + logits_of(self.markov_head.markov_w2.weight, self.markov_head(normed, parents), shortlist)
-
-    def confidence(self, hidden: Tensor, parents: Tensor) -> Tensor:
-        """Probabilities [B, K, m] that a slot's token is accepted; see `conditionals`."""
-        require(self.config.confidence, "this head has no confidence head")
-        normed = self.norm(hidden)
-        if self.config.confidence_with_markov:
-            return self.confidence_head(normed, self.markov_head.markov_w1(parents))
-        return self.confidence_head(normed, None)[..., None].expand(parents.shape)
 
     def _logits(self, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
         weight = self.lm_head.weight if self.config.own_lm_head else self.target_lm_head

@@ -136,15 +136,14 @@ def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[st
         facts["target_layers"] = layers
     if (shifted := agreed(config, [*_places("sample_from_anchor"), *_places("shift_label")])) is not None:
         facts["shifted"] = bool(shifted)
-    facts |= _read_token_heads(config, names)
+    facts |= _read_token_heads(config)
     _check_planned(config, facts)
     return facts | {"own_embedding": "embed_tokens.weight" in names, "own_lm_head": "lm_head.weight" in names}
 
 
-def usually_shifted(layout: Layout, config: Json, facts: Json) -> bool:
+def usually_shifted(layout: Layout, config: Json, is_dspark: bool) -> bool:
     """Whether slots are shifted, if config.json does not say: DSpark's are."""
-    usual = _SPECULATORS.get(str(config.get("speculators_model_type")), layout.shifted)
-    return usual or facts["markov"] is not None or facts["confidence"]
+    return is_dspark or _SPECULATORS.get(str(config.get("speculators_model_type")), layout.shifted)
 
 
 def write_config(head: BlockConfig) -> dict[str, Any]:
@@ -178,10 +177,8 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
     config["draft_vocab_size"] = head.draft_vocab_size
     if head.target_hidden_size != head.hidden_size:  # readers may take the key itself for a difference
         config["target_hidden_size"] = head.target_hidden_size
-    if head.markov is not None or head.confidence:
-        config |= {"markov_rank": head.markov_rank, "markov_head_type": head.markov}
-        config |= {"enable_confidence_head": head.confidence}
-        config |= {"confidence_head_with_markov": head.confidence_with_markov}
+    if head.markov is not None:
+        config |= {"markov_rank": head.markov_rank, "markov_head_type": head.markov, "enable_confidence_head": False}
     if head.conditional:
         config["treeflash_config"] = {"ar_approximation": "swiglu"}
         if head.conditional_size is not None:
@@ -217,20 +214,14 @@ def _read_causal(config: Json, types: Collection[str]) -> tuple[bool, ...]:
     return tuple(kind == _SLIDING for kind in types)
 
 
-def _read_token_heads(config: Json, names: Collection[str]) -> dict[str, Any]:
+def _read_token_heads(config: Json) -> dict[str, Any]:
     rank = _both(config, "markov_rank") or 0
     require(isinstance(rank, int) and rank >= 0, f"markov_rank must be a whole number, not {rank!r}")
-    confidence = agreed(config, [*_places("enable_confidence_head"), *_places("use_confidence_head")])
-    if confidence is None:
-        confidence = any(name.startswith("confidence_head.") for name in names)
-    with_markov = _both(config, "confidence_head_with_markov")
     method = agreed(config, [("treeflash_config", "ar_approximation"), ("ar_approximation",)])
     require(method in (None, "swiglu"), f"ar_approximation is {method}, and only swiglu is known")
     return {
         "markov": str(_both(config, "markov_head_type") or "vanilla").lower() if rank else None,
         "markov_rank": rank,
-        "confidence": bool(confidence),
-        "confidence_with_markov": bool(confidence and (with_markov if with_markov is not None else rank > 0)),
         "conditional": method is not None,
         "conditional_size": value_at(config, ("treeflash_config", "intermediate_size")),
     }

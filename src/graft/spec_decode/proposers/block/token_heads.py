@@ -1,4 +1,4 @@
-"""Parts of a block head that read the token before a slot: DSpark's Markov and confidence heads, TreeFlash's MLP.
+"""Parts of a block head that read the token before a slot: DSpark's Markov head, TreeFlash's MLP.
 
 The backbone computes a slot's hidden state without knowing that token. These parts correct it for each candidate.
 Parameters have the names of the projects' files. Shapes: B rows, K slots, m candidates of the token before, H hidden.
@@ -52,20 +52,6 @@ class MarkovHead(nn.Module):
             state = (gate * state + (1 - gate) * torch.tanh(candidate))[:, :1].expand_as(state)
             outputs.append(torch.tanh(output))
         return torch.stack(outputs, dim=1)
-
-
-class ConfidenceHead(nn.Module):
-    """Probability that a slot's token is accepted, given that those before it are."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        rank = config.markov_rank if config.confidence_with_markov else 0
-        self.proj = nn.Linear(config.hidden_size + rank, 1)
-
-    def forward(self, normed: Tensor, before: Tensor | None) -> Tensor:
-        """[..., m] from hidden states [..., H] and tokens before [..., m, r]; [...] if these are not read."""
-        features = normed if before is None else torch.cat([_for_each(normed, before), before], dim=-1)
-        return torch.sigmoid(self.proj(features).squeeze(-1).float())
 
 
 class ConditionalHead(nn.Module):
