@@ -1,15 +1,13 @@
-"""report.html: one self-contained HTML file with plots and all tables. The page itself is the template report.html."""
+"""report.html: one self-contained HTML file with plots and all tables, made from the template of that name."""
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import Any, NamedTuple
-
-from jinja2 import Environment
 
 from graft.bench.results import PLAIN_NOISE, Results, Run
 from graft.bench.runner import STATELESS
 from graft.bench.turns import MAX_NOISE
+from graft.rendering import render
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 # Each column is explained in docs/measuring.md.
@@ -61,8 +59,8 @@ def html(results: Results) -> str:
         for run in runs:
             bar = _Bar(100 * getattr(run, speed) / fastest, colours[run.key], label(run))
             speeds.append((label(run), [bar], _with_interval(run, speed)))
-    template = Environment(autoescape=True).from_string(files("graft.bench").joinpath("report.html").read_text("utf-8"))
-    return template.render(
+    return render(
+        "report.html",
         name=titled("Graft benchmark", settings),
         numbers=titled("All numbers", settings),
         about=" · ".join(filter(None, (settings.get("model"), results.environment["device"], settings.get("dtype")))),

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
 from graft.files import read_json
+from graft.rendering import render
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config
@@ -38,54 +39,14 @@ _SERVE = {  # by engine and kind of head, which is in the current folder
 }
 _TRAINING = ("training.json", "log.jsonl", "loss.png")  # files that `graft train` writes beside a head
 
-CUSTOM_GENERATE = '''"""Decodes with Graft: the same text as `generate`, faster.
-
-    model.generate(**inputs, custom_generate="HERE", trust_remote_code=True, max_new_tokens=100)
-
-Graft's own arguments (policy, draft, budget ...) may be given beside those of `generate`.
-"""
-
-import graft
-from transformers import GenerationMixin
-
-
-def generate(model, **arguments):
-    return GenerationMixin.generate(model, custom_generate=graft.decode, **arguments)
-'''
-CUSTOM_GENERATE_CARD = """---
-library_name: transformers
-tags:
-- custom_generate
-- speculative-decoding
----
-
-# Graft as a custom generation method
-
-Decodes any decoder-only model faster and gives exactly the text that `generate` gives. Works with the arguments,
-logits processors and stopping criteria of `generate`.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("MODEL")
-model = AutoModelForCausalLM.from_pretrained("MODEL")
-inputs = tokenizer("Count to ten, twice.", return_tensors="pt")
-out = model.generate(**inputs, custom_generate="HERE", trust_remote_code=True, max_new_tokens=100)
-print(tokenizer.decode(out[0]))
-```
-
-`HERE` is this folder, or its name on the hub. It needs `pip install graft-decoding` ({version} or newer), which has the
-code; `custom_generate/generate.py` only calls it.
-"""
-
 
 def export_custom_generate(folder: Path) -> None:
     """Write what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
     inner = _new_folder(folder) / "custom_generate"
     inner.mkdir()
-    (inner / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
+    (inner / "generate.py").write_text(render("custom_generate.py.jinja"), encoding="utf-8")
     (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n", encoding="utf-8")
-    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__), encoding="utf-8")
+    (folder / "README.md").write_text(render("custom_generate.md", version=__version__), encoding="utf-8")
 
 
 def export_head(
@@ -124,7 +85,9 @@ def export_head(
     for name in _TRAINING:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
-    (folder / "README.md").write_text(_card(source, kind, model, engine, about, command, tables), encoding="utf-8")
+    facts = {"kind": kind, "model": model, "engine": engine, "about": about, "command": command}
+    text = render("card_export.md", **facts, tables=tables, training=_training_text(source / "README.md"))
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,21 +96,6 @@ def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     constants: Any = EAGLE3_LAYOUTS["speculators"].constants["speculators_config"]
     return {"speculators_config": {**constants, "verifier": verifier}}
-
-
-def _card(source: Path, kind: str, model: str, engine: str, about: str, command: str, tables: Sequence[str]) -> str:
-    name = "EAGLE-3" if kind == "eagle3" else "block"
-    parts = [
-        f"---\nbase_model: {model}\ntags:\n- speculative-decoding\n- {kind}\n---",
-        f"# A draft head ({name}) for {model}",
-        f"{about}. Files are laid out for {engine}. The model verifies everything that a draft head proposes: the head "
-        "changes the speed of an answer, not the answer.",
-        f"```\n{command}\n```",
-        *tables,
-    ]
-    if training := _training_text(source / "README.md"):
-        parts.append(f"## Training\n\n{training}")
-    return "\n\n".join(parts) + "\n"
 
 
 def _training_text(card: Path) -> str:
