@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from graft.bench.results import PLAIN_NOISE, Results, Run
 from graft.bench.runner import STATELESS
-from graft.bench.turns import MAX_NOISE
 from graft.rendering import render
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
+from graft.tuning.turns import MAX_NOISE
 
 # Each column is explained in docs/measuring.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {

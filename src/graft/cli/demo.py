@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from graft.bench.turns import Turn
     from graft.engine import Engine, Generation
+    from graft.tuning.turns import Turn
 
 MAX_NEW_TOKENS = 80
 WARM_UP = "Count from one to ten."
@@ -43,7 +43,7 @@ def demo(*, loading: Given) -> None:
 
     from rich.console import Console
 
-    from graft.bench.turns import speed_of
+    from graft.tuning.turns import speed_of
 
     console = Console(highlight=False)
     with console.status("Decoding each prompt plainly, with Graft, and plainly again"):
@@ -68,63 +68,53 @@ def demo(*, loading: Given) -> None:
 
 
 class Race(NamedTuple):
-    """One prompt's answers: by plain decoding, by Graft, and by plain decoding again."""
+    """One prompt's times, and its answers by plain decoding, by Graft, and by plain decoding again."""
 
-    before: Generation
-    graft: Generation
-    after: Generation
+    turn: Turn
+    answers: list[Generation]
 
     @property
     def same(self) -> bool:
-        return len({tuple(answer.ids) for answer in self}) == 1
-
-    @property
-    def turn(self) -> Turn:
-        from graft.bench.turns import Turn
-
-        before, ours, after = (answer.stats.decode_seconds for answer in self)
-        return Turn(before, ours, after, self.graft.stats)
+        return len({tuple(answer.ids) for answer in self.answers}) == 1
 
 
 def _run(engine: Engine, console: Console) -> dict[str, Race]:
-    """Decode every prompt three times: plainly, with Graft, and plainly again."""
     from rich.padding import Padding
 
     from graft.compare import plain_twin
     from graft.engine import Engine
+    from graft.tuning.turns import decode_in_turns
 
-    plain = plain_twin(engine)
     # A new engine, so that Graft has not seen these answers in an earlier run.
     graft = Engine(engine.target.model, engine.tokenizer, drafter=engine.drafter)
+    plain = plain_twin(engine)
     for each in (plain, graft):
         each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
     races = {}
     for title, prompt in PROMPTS.items():
-        message = user_message(prompt, engine.tokenizer)
-        answers = (each.generate(message, max_new_tokens=MAX_NEW_TOKENS) for each in (plain, graft, plain))
-        races[title] = Race(*answers)
+        races[title] = Race(*decode_in_turns(plain, graft, user_message(prompt, engine.tokenizer), MAX_NEW_TOKENS))
         console.rule(title, align="left", style="dim")
         console.print(Padding(prompt, (0, 0, 1, 4), style="dim", expand=False))
-        console.print(f"{races[title].graft.text}\n", markup=False)
+        console.print(f"{races[title].answers[1].text}\n", markup=False)
     return races
 
 
 def _table(races: dict[str, Race]) -> Table:
     from rich.table import Table
 
-    from graft.bench.turns import speed_of
+    from graft.tuning.turns import speed_of
 
     table = Table("prompt")
     for column in ("accepted a round", "tokens", "plain tokens/s, before and after", "Graft tokens/s", "ratio", "same"):
         table.add_column(column, justify="right")
     for title, race in races.items():
-        speed, stats = speed_of([race.turn]), race.graft.stats
+        speed, (before, ours, after) = speed_of([race.turn]), (answer.stats for answer in race.answers)
         table.add_row(
             title,
-            f"{stats.mean_accepted:.2f}",
-            f"{stats.tokens}",
-            f"{race.before.stats.tokens_per_second:.1f}, {race.after.stats.tokens_per_second:.1f}",
-            f"{stats.tokens_per_second:.1f}",
+            f"{ours.mean_accepted:.2f}",
+            f"{ours.tokens}",
+            f"{before.tokens_per_second:.1f}, {after.tokens_per_second:.1f}",
+            f"{ours.tokens_per_second:.1f}",
             f"{speed.ratio:.2f}" if speed.doubt is None else "uncertain",
             "✓" if race.same else "✗",
         )

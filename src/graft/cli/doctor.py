@@ -14,8 +14,8 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import check_size
 
 if TYPE_CHECKING:
-    from graft.bench.turns import Turn
-    from graft.engine import Engine, Generation
+    from graft.engine import Engine
+    from graft.tuning.turns import Turn
 
 
 @takes(loading=LOADING)
@@ -37,9 +37,9 @@ def doctor(
     [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --data my-prompts.jsonl
     """
     from graft.bench.tasks import built_in_tasks
-    from graft.bench.turns import MIN_NOISE, speed_of
     from graft.data import read_prompts, user_message
     from graft.errors import GraftError
+    from graft.tuning.turns import MIN_NOISE, speed_of
 
     check_size("prompts", prompts)
     check_size("max_new_tokens", max_new_tokens)
@@ -61,8 +61,6 @@ def doctor(
     turns = _measure(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
     setup_seconds = turns[0].stats.setup_seconds
     _print_line("set-up", f"{load_seconds:.1f} s to load, {setup_seconds:.1f} s before the first answer")
-    if (expected := _expected(engine, turns)) is not None:
-        _print_line("expected", f"{expected:.2f} times plain decoding, from accepted tokens and step times")
     speed = speed_of(turns)
     _print_line("accepted", f"{speed.mean_accepted:.2f} tokens a round; plain decoding has 1")
     each = ", ".join(f"{(turn.before + turn.after) / 2 / turn.ours:.2f}" for turn in turns)
@@ -99,40 +97,19 @@ def _kernels_of(engine: Engine) -> str:
 
 def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
     """Time each prompt both ways in turn, so that other load on the machine affects both alike."""
-    from graft.bench.turns import Turn
-    from graft.engine import Engine
+    from graft.compare import plain_twin
     from graft.progress import Report
+    from graft.tuning.turns import decode_in_turns
 
-    plain = Engine(engine.target.model, engine.tokenizer, policy="off")
+    plain = plain_twin(engine)
     plain.generate(prompts[0], max_new_tokens=2)  # torch's one-time work
-
-    def timed(each: Engine, prompt: list[int]) -> tuple[float, Generation]:
-        start = time.perf_counter()
-        answer = each.generate(prompt, max_new_tokens=max_new_tokens)
-        return time.perf_counter() - start, answer
-
     turns: list[Turn] = []
     with ProgressBars() as progress:
         for prompt in prompts:
             progress.show(Report("measuring", len(turns), len(prompts), "prompts: plain, Graft, plain again"))
-            (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
-            turns.append(Turn(before, ours, after, answer.stats))
+            turns.append(decode_in_turns(plain, engine, prompt, max_new_tokens)[0])
         progress.show(Report("measuring", len(turns), len(prompts), "done"))
     return turns
-
-
-def _expected(engine: Engine, turns: list[Turn]) -> float | None:
-    """Speed-up predicted from accepted tokens and learned costs; None for a policy that learns none."""
-    budget = getattr(engine.policy, "budget", None)
-    if budget is None or not budget.step.is_known:
-        return None
-    all_stats = [turn.stats for turn in turns]
-    rounds = sum(stats.rounds for stats in all_stats)
-    nodes, passes = sum(s.nodes for s in all_stats) / rounds, sum(s.draft_passes for s in all_stats) / rounds
-    plain = budget.plain_seconds(1)
-    more = budget.step.seconds(round(1 + nodes)) - budget.step.seconds(1) + budget.proposal_seconds(1, 0)
-    tokens = sum(stats.tokens for stats in all_stats) / rounds
-    return float(tokens * plain / (plain + more + passes * budget.pass_seconds(1)))
 
 
 def _drafters_of(engine: Engine, name: str) -> str:

@@ -17,15 +17,16 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from graft.compare import plain_twin
 from graft.engine import Engine
 from graft.files import replacing
 from graft.home import graft_home, is_gguf, model_folder
 from graft.hub.drafters import NAMED, name_of, packaged_head, packaged_head_of
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
-from graft.request.stats import Stats
 from graft.tuning import MIN_PROMPTS
 from graft.tuning.profile import About, machine_digest
+from graft.tuning.turns import Turn, decode_in_turns, speed_of
 
 NONE = "none"  # retrieval alone
 
@@ -51,26 +52,22 @@ def measure(
     progress: Callable[[Report], None] = lambda report: None,
 ) -> Measured:
     """Answer the prompts in turns, plainly and with the engine, and compare. draft: the name of its drafter."""
-    plain = Engine(engine.target.model, engine.tokenizer, policy="off")
-    seconds, num_tokens, drafted = {plain: 0.0, engine: 0.0}, {plain: 0, engine: 0}, list[Stats]()
     # One-time work. Not with a whole prompt: its answer would be recalled when it is asked again.
+    plain = plain_twin(engine)
     for each in (plain, engine):
         each.generate(prompts[0][: (len(prompts[0]) + 1) // 2], max_new_tokens=min(max_new_tokens, 8))
-    for number, prompt in enumerate(prompts, start=1):
-        for each in (plain, engine):
-            stats = each.generate(prompt, max_new_tokens=max_new_tokens).stats
-            seconds[each] += stats.decode_seconds
-            num_tokens[each] += stats.tokens
-        drafted.append(stats)
-        progress(Report("measuring", number, len(prompts), f"accepted {stats.mean_accepted:.2f}"))
-    rates = {each: num_tokens[each] / max(seconds[each], 1e-9) for each in seconds}
-    rounds = max(sum(stats.rounds for stats in drafted), 1)
+    turns: list[Turn] = []
+    for prompt in prompts:
+        turns.append(decode_in_turns(plain, engine, prompt, max_new_tokens)[0])
+        words = f"accepted {turns[-1].stats.mean_accepted:.2f}"
+        progress(Report("measuring", len(turns), len(prompts), words))
+    speed, stats = speed_of(turns), [turn.stats for turn in turns]
     return Measured(
         draft=draft,
-        speed=rates[engine] / rates[plain],
-        tokens_per_second=rates[engine],
-        mean_accepted=1 + sum(stats.accepted for stats in drafted) / rounds,
-        passes=sum(stats.draft_passes for stats in drafted) / rounds,
+        speed=speed.ratio,
+        tokens_per_second=sum(each.tokens for each in stats) / sum(turn.ours for turn in turns),
+        mean_accepted=speed.mean_accepted,
+        passes=sum(each.draft_passes for each in stats) / sum(each.rounds for each in stats),
         prompts=len(prompts),
         date=datetime.now(UTC).date().isoformat(),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from graft.engine import Engine, Generation, Prompt
 from graft.request.stats import Stats
 
 MIN_NOISE = 0.03  # two runs on a quiet machine differ so much
@@ -47,6 +48,15 @@ class Speed:
                 "else slowed plain decoding down"
             )
         return None
+
+
+def decode_in_turns(
+    plain: Engine, engine: Engine, prompt: Prompt, max_new_tokens: int
+) -> tuple[Turn, list[Generation]]:
+    """Decode a prompt plainly, with the engine, and plainly again. plain: the engine's `plain_twin`."""
+    answers = [each.generate(prompt, max_new_tokens=max_new_tokens) for each in (plain, engine, plain)]
+    before, ours, after = (answer.stats.decode_seconds for answer in answers)
+    return Turn(before, ours, after, answers[1].stats), answers
 
 
 def speed_of(turns: Sequence[Turn]) -> Speed:
