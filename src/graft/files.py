@@ -30,7 +30,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise GraftError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise GraftError(f"{path} is not JSON: {error}") from error
+        raise GraftError(f"{path} is not valid JSON: {error}") from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
+from graft.files import read_json
 from graft.settings import check_size, require
 from graft.spec_decode.proposers.draft_head import SIZES, DraftHead, HeadConfig
 
@@ -36,6 +37,7 @@ CONFIDENCE_TENSORS = {"confidence_head.proj.weight", "confidence_head.proj.bias"
 # The others are copies of the target's weights, which some versions of speculators save for training.
 UNUSED_TENSORS = CONFIDENCE_TENSORS | {"verifier_lm_head.weight", "verifier_norm.weight"}
 _HEADER = 2**16  # most bytes of a file besides its tensors: names, shapes, offsets
+_ONE_FILE = 2**40  # more bytes than any head has
 _SHAPE_KEYS = (*SIZES, "rms_norm_eps")
 
 
@@ -136,14 +138,8 @@ def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES) -> Path:
 def read_config(folder: Path) -> Json:
     """The content of a head's config.json."""
     path = folder / "config.json"
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise GraftError(f"{path} is missing: give the folder of a draft head or a model") from error
-    except OSError as error:
-        raise GraftError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise GraftError(f"{path} is not valid JSON; copy it again") from error
+    require(path.exists(), f"{path} is missing: give the folder of a draft head or a model")
+    content: Json = read_json(path)
     require(isinstance(content, dict), f"{path} does not hold settings; copy it again")
     return content
 
@@ -179,41 +175,19 @@ def read_pickle(path: Path) -> Any:
 
 def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_bytes: int | None = None) -> None:
     """Write config.json and model.safetensors, or several files of at most `max_bytes` and their index."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    index = folder / "model.safetensors.index.json"
-    for old in (*folder.glob("model*.safetensors"), index):  # of a previous head
-        old.unlink(missing_ok=True)
-    parts = _parts(tensors, max_bytes)
-    if len(parts) == 1:
-        write_tensors(folder / "model.safetensors", tensors)
-        return
-    files: dict[str, str] = {}
-    for number, names in enumerate(parts, start=1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        write_tensors(folder / file, {name: tensors[name] for name in names})
-        files |= dict.fromkeys(names, file)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    content = {"metadata": {"total_size": size}, "weight_map": files}
-    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _parts(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[list[str]]:
-    """The names of the tensors of each file."""
-    if max_bytes is None:
-        return [list(tensors)]
-    parts: list[list[str]] = [[]]
-    room = max_bytes - _HEADER
+    room = _ONE_FILE if max_bytes is None else max_bytes - _HEADER
     for name, tensor in tensors.items():
-        require(
-            tensor.nbytes <= max_bytes - _HEADER, f"{name} of {tensor.nbytes:,} bytes fits no file of {max_bytes:,}"
-        )
-        if tensor.nbytes > room:
-            parts.append([])
-            room = max_bytes - _HEADER
-        parts[-1].append(name)
-        room -= tensor.nbytes
-    return parts
+        require(tensor.nbytes <= room, f"{name} of {tensor.nbytes:,} bytes fits no file of {max_bytes or room:,}")
+    folder.mkdir(parents=True, exist_ok=True)
+    config_file = folder / "config.json"
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for old in folder.glob("model*.safetensors*"):  # of a previous head
+        old.unlink()
+    save_torch_state_dict(
+        {name: tensor.detach().cpu() for name, tensor in tensors.items()}, folder, max_shard_size=room
+    )
+    for file in folder.glob("model*.safetensors"):
+        file.chmod(config_file.stat().st_mode)  # safetensors makes files that only their owner can read
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
