@@ -548,7 +548,7 @@ def test_prompts_that_share_a_batch_have_no_interval_of_speed():
 
 def test_ticks_are_round_numbers_within_the_range():
     assert ticks(0, 4) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
-    assert ticks(0.4, 11.2) == [2, 4, 6, 8, 10]
+    assert ticks(0.4, 3.2, whole=True) == [1, 2, 3]
 
 
 # The command

@@ -124,23 +124,33 @@ class _Point(NamedTuple):
 class _Axis:
     """Maps the values of a plot to pixels from `start` to `end`."""
 
-    def __init__(self, title: str, values: Sequence[float], start: float, end: float, low: float | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        values: Sequence[float],
+        start: float,
+        end: float,
+        low: float | None = None,
+        whole: bool = False,
+    ) -> None:
+        """low: the least value shown, if it is not the least of `values`. whole: ticks are whole numbers."""
         room = 0.1 * (max(values) - min(values) or 1.0)
         self.title = title
         self._low, self._high = min(values) - room if low is None else low, max(values) + room
         self._start, self._end = start, end
-        self.ticks = [(self(tick), f"{tick:g}") for tick in ticks(self._low, self._high)]
+        self.ticks = [(self(tick), f"{tick:g}") for tick in ticks(self._low, self._high, whole)]
 
     def __call__(self, value: float) -> float:
         share = (value - self._low) / (self._high - self._low)
         return round(self._start + share * (self._end - self._start), 1)
 
 
-def ticks(low: float, high: float, count: int = 8) -> list[float]:
+def ticks(low: float, high: float, whole: bool = False, count: int = 8) -> list[float]:
     """Round numbers between two values, about `count` of them."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(step * power for step in (1, 2, 5, 10) if step * power >= raw)
+    step = max(step, 1.0) if whole else step
     return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -173,7 +183,7 @@ def _depths(averages: Sequence[Run], colours: dict[tuple[str, str], str]) -> _Pl
     }
     places = [place for curve in curves.values() for place in curve] or [(1, 0.0)]
     xs, ys = zip(*places, strict=True)
-    x = _Axis("depth in the tree", xs, *_LEFT_RIGHT)
+    x = _Axis("depth in the tree", xs, *_LEFT_RIGHT, whole=True)
     y = _Axis("share of rounds that accept it", ys, *_BOTTOM_TOP, low=0.0)
     paths = [(colours[key], " ".join(f"{x(a)},{y(b)}" for a, b in curve)) for key, curve in curves.items()]
     points = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from graft.data import user_message
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
+from graft.model.overrides import evaluating
+from graft.quiet import quiet_transformers
 from graft.settings import require
 from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
-from graft.tree.tree import DraftTree
 
 EARLY_EXIT = "early-exit"  # for `--draft`, alone or with a layer: early-exit:8
 _MAX_PROMPTS = 8  # to choose a layer by
@@ -117,9 +118,9 @@ def estimate_exits(
     for layer in tried or (1,):
         check_exit_layer(model, layer)
     accepted, num_tokens = torch.zeros(len(tried)), 0
-    for answer, hidden in _greedy_answers(TargetRunner(model, tried), prompts):
-        for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
-            likeliest = exit_logits(model, own[None])[0].topk(_NUM_DRAFTS, dim=-1).indices.cpu()
+    for answer, hidden in _greedy_answers(model, prompts):
+        for number, layer in enumerate(tried):
+            likeliest = exit_logits(model, hidden[layer])[0].topk(_NUM_DRAFTS, dim=-1).indices.cpu()
             accepted[number] += (likeliest == answer[:, None]).any(dim=-1).sum()
         num_tokens += len(answer)
     output_layer: Any = model.get_output_embeddings()
@@ -134,31 +135,22 @@ def _num_weights(part: nn.Module) -> int:
     return sum(weight.numel() for weight in part.parameters())
 
 
-def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """The model's answers [n] to the prompts, and the hidden states [n, layers * H] before each token."""
-    configured = getattr(runner.model.generation_config, "eos_token_id", None)
-    ends = set(configured) if isinstance(configured, list) else {configured}
-    longest, context = max(map(len, prompts)), runner.max_positions or math.inf
-    require(longest < context, f"a prompt of {longest} tokens leaves no room for an answer in a context of {context}")
-    num_steps = int(min(_MAX_NEW_TOKENS, context - longest))
-    cache = runner.open(len(prompts), longest + num_steps)
-    tokens, hidden = [], []  # by step
-    try:
-        for row, prompt in enumerate(prompts):
-            for _ in runner.prefill(cache, row, prompt[:-1]):
-                pass
-        roots = torch.tensor([prompt[-1] for prompt in prompts])
-        for _ in range(num_steps):
-            verified = runner.verify(cache, DraftTree.roots(roots))
-            roots = verified.logits.argmax(dim=-1).cpu()
-            tokens.append(roots)
-            hidden.append(verified.hidden.clone())
-            runner.commit(cache, [[]] * len(prompts))
-    finally:
-        cache.release()
-    answers = []
-    for row in range(len(prompts)):
-        text = [int(step[row]) for step in tokens]
-        length = next((at for at, token in enumerate(text, start=1) if token in ends), len(text))
-        answers.append((torch.tensor(text[:length]), torch.stack([step[row] for step in hidden[:length]])))
-    return answers
+@torch.no_grad()
+def _greedy_answers(model: Any, prompts: Sequence[list[int]]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The model's answers [n] to the prompts, and by layer the hidden states [1, n, H] before each token."""
+    context = TargetRunner(model).max_positions or math.inf
+    for prompt in prompts:
+        count = len(prompt)
+        require(count < context, f"a prompt of {count} tokens leaves no room for an answer in a context of {context}")
+        inputs = torch.tensor([prompt], device=model.device)
+        with quiet_transformers(), evaluating(model):
+            text = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=int(min(_MAX_NEW_TOKENS, context - count)),
+                do_sample=False,
+                repetition_penalty=1.0,  # the model's generation config may set another
+                pad_token_id=0,
+            )
+            states = model(text, output_hidden_states=True, use_cache=False).hidden_states
+        yield text[0, count:].cpu(), [state[:, count - 1 : -1] for state in states]
