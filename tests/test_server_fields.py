@@ -16,7 +16,10 @@ from served import post, running
 from served_tools import SHORT, engine_with
 
 PAGE = Path(__file__).parent.parent / "docs" / "request-fields.md"
-BOTH, BOTH_SECTIONS = "Chat completions and completions", ("Chat completions", "Completions")
+SHARED = {  # tables that several sections share
+    "Chat completions, completions and responses": ("Chat completions", "Completions", "Responses"),
+    "Chat completions and completions": ("Chat completions", "Completions"),
+}
 USER = {"role": "user", "content": "x"}
 SECTIONS = {
     # the section: its path, its model, a body to which fields are added, and the official client's type for it
@@ -52,7 +55,7 @@ SECTIONS = {
 def rows_of(section):
     """Field, status, accepted and refused values of every row of a section."""
     page = PAGE.read_text()
-    headings = [BOTH, section] if section in BOTH_SECTIONS else [section]
+    headings = [section, *(heading for heading, sections in SHARED.items() if section in sections)]
     texts = [page.split(f"## {heading}\n")[1].split("\n## ")[0] for heading in headings]
     for line in "\n".join(texts).splitlines():
         if re.match(r"\| `", line):
