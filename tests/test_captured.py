@@ -33,7 +33,6 @@ from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
 from graft.model.captures import CaptureError, Captures
-from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
@@ -339,15 +338,6 @@ def test_graphs_over_a_pool_that_has_grown_are_captured_anew(plain, monkeypatch)
     assert before & sizes_of(target) and target.num_setups > num_captured
 
 
-def test_what_is_kept_on_the_device_is_reported(plain):
-    engine = Engine(model_of("llama"), policy="off")
-    engine.generate(PROMPT, max_new_tokens=4)
-    report = engine.target.memory_report()
-    keys, values = engine.target._store.stored
-    assert report["cache"] == keys.nbytes + values.nbytes and keys.shape[1] == (1 + engine.target.pool.num_pages) * PAGE
-    assert report["logits"] == 4 * 61 * captured._FIRST_ROOM and report["rotary tables"] > 0
-
-
 def test_larger_steps_get_larger_buffers(plain, monkeypatch):
     monkeypatch.setattr(captured, "_FIRST_ROOM", 8)
     model = model_of("llama")
@@ -428,17 +418,6 @@ def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
         captured.append(engine.target.num_setups + drafter.num_setups)
     scheduler.close()
     assert captured[0] > 0 and captured[1] == captured[2]
-
-
-def test_two_generations_take_turns(plain):
-    model = model_of("llama")
-    engine = Engine(model, policy="off")
-    expected = engine.generate(PROMPT, max_new_tokens=10).ids
-    sequences = [engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
-    first, second = (engine.rounds(each) for each in sequences)
-    for _ in range(10):
-        next(first), next(second)
-    assert [each[0].new_ids for each in sequences] == [expected, expected]
 
 
 def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, monkeypatch):
@@ -621,22 +600,6 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
     assert engine.target.mode.startswith("captured") and graphs_of(engine.target).num_captured > 0
 
 
-def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
-    graphs, capture = Small(model_of("llama"))._graphs, Captures.capture
-    tries = []
-
-    def every_other(graphs, run):
-        tries.append(run)
-        if len(tries) % 2:
-            raise CaptureError("CUDA error: operation not permitted when stream is capturing")
-        return capture(graphs, run)
-
-    monkeypatch.setattr(Captures, "capture", every_other)
-    for number in range(50):  # in the weeks that a server runs
-        graphs.captured((number,), lambda: None)
-    assert graphs.num_captured == 50 and graphs.num_failures == 50
-
-
 def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
     engine = Engine(model_of("llama"), policy=RandomTrees(6))
     expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids
@@ -658,56 +621,6 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
                 engine.generate_batch([PROMPT, PROMPT[1:], PROMPT[2:]], max_new_tokens=8)
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
     assert engine.target.mode == "captured" and not engine.target.pool.is_in_use
-
-
-def test_prompts_are_read_the_same_way_every_time(plain):
-    target = Small(model_of("llama"), chunk_size=5)
-    captured_before = []
-    for _ in range(3):
-        list(target.prefill(target.open(1, 64), 0, PROMPT))
-        captured_before.append(graphs_of(target).num_captured)
-    assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no device to run out of memory")
-def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_the_same():
-    model = model_of("llama", **EXACT).bfloat16()
-    engine = Engine(model, policy=RandomTrees(6), exact=True)
-    expected = engine.generate(PROMPT, max_new_tokens=8).ids
-    model = model_of("llama", **EXACT).bfloat16()
-    engine = Engine(model, policy=RandomTrees(6), exact=True)
-    kept, run = [], CapturedTarget._make_run
-
-    def greedy(target, *given):
-        """Work whose intermediate results there is no memory for while it is captured."""
-        work = run(target, *given)
-
-        def more():
-            if torch.cuda.is_current_stream_capturing():
-                kept.append(torch.empty(2**38, dtype=torch.uint8, device="cuda"))
-            work()
-
-        return more
-
-    CapturedTarget._make_run = greedy
-    try:
-        assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    finally:
-        CapturedTarget._make_run = run
-    graphs = graphs_of(engine.target)
-    assert graphs.num_out_of_memory > 0 and graphs.num_captured == 0 and not kept
-    graphs._no_memory_until = 0.0
-    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    assert graphs.num_captured > 0 and engine.target.mode == "captured, exact in any batch"
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
-def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
-    target = Small(model_of("llama"))
-    cache = target.open(2, 64)
-    tree = random_tree(random.Random(1), [3, 4], 5, 61)
-    first = target.verify(cache, tree).logits.clone()
-    assert torch.equal(target.verify(cache, tree).logits, first)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
