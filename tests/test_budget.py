@@ -223,14 +223,6 @@ def test_a_size_that_was_not_tried_is_as_far_off_as_its_neighbours():
     assert undoubted[:5] == sorted(undoubted[:5]) and undoubted[5:] == pytest.approx([undoubted[4]] * 10)
 
 
-def test_no_step_takes_longer_than_a_larger_one_was_seen_to_take():
-    step = StepCost(GRID, usual_shape("cuda"))
-    step.observe(1, 3.0)  # the first includes set-up
-    for _ in range(20):
-        step.observe(32, 1.0)
-    assert step.seconds(1) <= step.seconds(32) == pytest.approx(1.0, rel=0.05)
-
-
 def test_a_size_that_once_was_slow_is_tried_again():
     step = StepCost(GRID, usual_shape("cuda"))
     step.observe(1, 1.0)
@@ -242,23 +234,6 @@ def test_a_size_that_once_was_slow_is_tried_again():
         rounds += 1
         assert rounds < 600
     assert rounds > 50, "but not at once"
-
-
-def test_a_machine_that_was_busy_when_trees_were_tried_is_tried_again_within_seconds():
-    """Steps with trees took five times as long as now, plain ones half as long again: rounds of 0.1 seconds."""
-    step = StepCost((), usual_shape("cpu"))
-    for _ in range(30):
-        step.observe(1, 0.15)
-    for _ in range(5):
-        step.observe(2, 0.75)
-    assert step.seconds(2) > 2 * step.seconds(1)
-    seconds = 0.0
-    while step.seconds(2) > 1.3 * step.seconds(1):
-        step.observe(1, 0.1)
-        seconds += 0.1
-        assert seconds < 15
-    step.observe(2, 0.105)
-    assert step.seconds(2) < 1.2 * step.seconds(1), "and what is measured now outweighs what was"
 
 
 def test_a_first_plain_step_that_was_a_hiccup_is_forgotten():
@@ -280,14 +255,6 @@ def test_retrieval_of_which_nothing_is_known_is_doubted_until_some_of_it_came_tr
     for _ in range(10):  # what it hoped for has come each time
         cold.observe(1, 2, TreeSize(1, 1, cold.tree_sizes([1.0], 1)[1].gain, 1.05), 0)
     assert cold.tree_sizes([1.0], 1)[1].gain > 0.85
-
-
-def test_a_hiccup_counts_for_little():
-    step = StepCost(GRID, usual_shape("cuda"))
-    for _ in range(50):
-        step.observe(32, 1.0)
-    step.observe(32, 100.0)
-    assert step.seconds(32) < 1.1
 
 
 def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
@@ -357,17 +324,6 @@ def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
     assert seconds.at(16) < 1.2 * 10, "a hiccup"
 
 
-def test_the_first_round_with_so_many_rows_tells_and_may_be_a_hiccup():
-    seconds = SecondsByRows()
-    seconds.observe(8, 100.0, most=4.0)
-    assert seconds.at(8) == 4.0
-    seconds.observe(64, 1.0)
-    assert (seconds.at(8), seconds.at(64)) == (4.0, 1.0)
-    for _ in range(5):
-        seconds.observe(8, 1.0)
-    assert seconds.at(8) == pytest.approx(1.5), "a mean, before it is a running one"
-
-
 # Draft passes
 
 
@@ -387,14 +343,6 @@ def test_what_passes_bring_is_learned():
     assert passes._gain[:2] == pytest.approx([0.7, 0.2], rel=0.01)
     assert passes._fading[0] == pytest.approx(0.5, rel=0.01)
     assert (passes._gain[2], passes._fading[1:]) == (0.6, [0.8, 0.8]), "of what was not done nothing is learned"
-
-
-def test_beams_that_are_hardly_reached_teach_nothing():
-    passes = PassGains(2)
-    passes.observe(reaches=[1.0, 0.0], values=[0.0, 0.5, 0.5])
-    assert passes._gain[1] == 0.6
-    passes.observe(reaches=[], values=[0.3])
-    assert passes._fading[1] == 0.8
 
 
 def test_passes_given_up_are_tried_again_in_time():

@@ -11,12 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 from batches import opened, prefill
 from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, StaticTarget, Text, assert_alike, drafter_of
 from graft import Engine, SamplingSettings
-from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
 from graft.request.stats import Clock
-from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
@@ -127,20 +125,6 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         found.append((levels + text.levels(state), state.lengths))
     assert_alike(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
-
-
-def test_a_row_that_was_never_drafted_for_is_copied_with_all_that_it_has_read(plain, model):
-    for text in both(model):
-        cache, state = text.open(PROMPT, [5, 6])
-        text.round(cache, state, [11, 6])
-        row = text.go_on_from(cache.rows[0])
-        text.target.pool.release(cache.rows[1])
-        cache.rows[1] = row
-        state.copy_row(0, 1, row)
-        for level in text.levels(state):
-            assert torch.equal(level.tokens[0], level.tokens[1])
-            torch.testing.assert_close(level.probabilities[0], level.probabilities[1], atol=1e-5, rtol=1e-3)
-        assert state.lengths[0] == state.lengths[1] == cache.rows[0].length
 
 
 def test_many_rows_have_fewer_beams(plain, model):
@@ -278,17 +262,6 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
         assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
 
 
-def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
-    runs = []
-    for kind in (SmallDrafter, Eagle3Drafter):
-        drafter = drafter_of(kind, model)
-        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=16)
-        runs.append([(generation.ids, generation.stats.accepted) for generation in made])
-    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
-
-
 def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedEagle3Drafter, model)
@@ -302,35 +275,6 @@ def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     prefill(engine, batch)
     assert drafter.num_setups == before and batch.draft.lengths == [len(PROMPT) - 1, 9 * len(PROMPT) - 1]
     batch.cache.release()
-
-
-def test_a_warm_up_amid_drafts_does_not_change_them(plain, model):
-    found = []
-    for warms_up in (True, False):
-        text = Text(model, SmallDrafter)
-        cache, state = text.open(PROMPT)
-        text.round(cache, state, [11])
-        levels = text.drafter.levels(state, torch.zeros(1, dtype=torch.int64))
-        drafted = [next(levels), next(levels)]
-        if warms_up:
-            text.drafter.warm_up(text.target, max_rows=2)
-        found.append([*drafted, next(levels)])
-    assert_alike(*found)
-
-
-def test_a_recorders_drafts_are_those_after_the_recorded_answer(engines, monkeypatch, model):
-    """Of the trees that it verifies nothing is accepted, whatever the target would have chosen."""
-    traces = []
-    for target, kind in (
-        (engines, SmallDrafter),
-        (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
-    ):
-        monkeypatch.setattr("graft.engine.engine.target_for", target)
-        drafter = drafter_of(kind, model)
-        engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
-        traces.append(record(engine, [PROMPT, PROMPT[3:]], 22))
-    for trace, eager in zip(*traces, strict=True):
-        assert torch.equal(trace.answer, eager.answer) and torch.equal(trace.drafted, eager.drafted)
 
 
 def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
@@ -359,27 +303,6 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
                 break
         runs.append([(sequence.new_ids, sequence.stats.accepted) for sequence in made])
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
-
-
-def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(engines, monkeypatch, model):
-
-    def decode(drafter):
-        policy = make_policy("dense", TargetRunner(model), drafter, 9)
-        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=22)
-        return generation.ids, generation.stats.accepted
-
-    expected = decode(drafter_of(SmallDrafter, model))
-    drafter = drafter_of(SmallDrafter, model)
-
-    def fail(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as short, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        short.setattr(Captures, "capture", fail)
-        assert decode(drafter) == expected and drafter._captures.num_captured == 0
-    drafter._captures._no_memory_until = 0.0
-    assert decode(drafter) == expected and drafter._captures.num_captured > 0
 
 
 def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monkeypatch, model):
@@ -419,31 +342,3 @@ def test_graphs_go_with_the_hidden_states_and_the_pools_that_they_read(plain, mo
         reading.append(sum(key[1] == "read" for key in steps))
     assert max(counts) == counts[0] and reading == [reading[0]] * 6 and reading[0] > 0
     assert len(text.drafter._buffers) == 1
-
-
-def noting_passes(drafter, monkeypatch):
-    """The kinds of graphs that are replayed."""
-    made, replay = [], drafter._replay
-    monkeypatch.setattr(
-        drafter,
-        "_replay",
-        lambda buffers, kind, *more, **options: (made.append(kind[0]), replay(buffers, kind, *more, **options)),
-    )
-    return made
-
-
-def test_every_pass_that_is_timed_is_made(plain, monkeypatch, model):
-    text = Text(model, SmallDrafter)
-    text.drafter.open(text.target.open(1, 8))
-    made = noting_passes(text.drafter, monkeypatch)
-    time_pass(text.drafter, text.target)
-    assert made == ["root", "expand"] * 3
-
-
-def test_a_round_is_a_graph_for_the_entries_and_one_for_each_pass(plain, monkeypatch, model):
-    text = Text(model, SmallDrafter)
-    cache, state = text.open(PROMPT, [5, 6])
-    made = noting_passes(text.drafter, monkeypatch)
-    text.round(cache, state, [11, 6])
-    text.levels(state, 3)
-    assert made == ["read", "root", "expand", "expand"]

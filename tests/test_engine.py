@@ -121,15 +121,6 @@ def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model,
         assert stream.result.ids == expected.ids
 
 
-def test_a_stream_gives_the_same_pieces_to_next_and_to_a_loop(byte_model):
-    engine = Engine(byte_model, byte_tokenizer(), policy="off")
-    looped = list(engine.stream("grafting", max_new_tokens=20))
-    stream = engine.stream("grafting", max_new_tokens=20)
-    pieces = [next(stream), next(stream), *stream]
-    assert pieces == looped and len(pieces) > 2
-    assert next(stream, None) is None, "it has ended, and stays so"
-
-
 def test_a_character_of_several_tokens_comes_in_one_piece():
     tokenizer = byte_tokenizer()
     stream, pieces = TextStream(tokenizer, tokenizer.encode("x")), []
@@ -276,17 +267,6 @@ def test_a_batch_is_a_list_of_prompts_not_one(byte_model, prompts):
         Engine(byte_model, byte_tokenizer()).generate_batch(prompts)
 
 
-def test_a_batch_may_be_the_rows_of_a_tensor(byte_model):
-    engine = Engine(byte_model, policy="off")
-    together = engine.generate_batch(torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
-    assert [g.ids for g in together] == [engine.generate(p, max_new_tokens=4).ids for p in ([3, 4], [5, 6])]
-
-
-def test_a_stream_refuses_before_it_starts(byte_model):
-    with pytest.raises(GraftError, match="at most"):
-        Engine(byte_model, byte_tokenizer()).stream("x" * 250, max_new_tokens=10)
-
-
 def test_the_context_can_be_filled_to_its_last_token(byte_model):
     plain = Engine(byte_model, policy="off").generate([3] * 200, max_new_tokens=56)
     graft = Engine(byte_model, budget=20).generate([3] * 200, max_new_tokens=56)
@@ -308,17 +288,6 @@ def test_the_context_can_be_filled_to_its_last_token(byte_model):
 def test_load_says_what_is_wrong(options, words):
     with pytest.raises(GraftError, match=words):
         load(**{"model": tiny_model(), **options})
-
-
-def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monkeypatch):
-    engine = Engine(tiny_model(vocab_size=BYTE_VOCAB), byte_tokenizer(), policy="off")
-
-    def broken(stream, token, may_stop=True):
-        raise RuntimeError("no such token")
-
-    monkeypatch.setattr("graft.request.detokenizer.TextStream.push", broken)
-    with pytest.raises(RuntimeError, match="no such token"):
-        engine.generate("abc", max_new_tokens=4)
 
 
 @pytest.mark.parametrize("policy", ["graft", "off"])
@@ -428,13 +397,6 @@ def test_a_conversation_is_read_from_where_it_goes_on_and_its_text_is_the_same(p
         cached.append(answers[0].stats.cached_tokens)
         text += answers[0].ids
     assert cached[0] == 0 and cached[1] >= 63 and cached[2] >= 191, "whole pages, the answers' too"
-
-
-def test_a_prompt_that_differs_from_the_first_token_on_is_read_whole():
-    engine = Engine(tiny_model(max_position_embeddings=512), policy="off", prefix_cache=True)
-    engine.generate([5] * 200, max_new_tokens=2)
-    assert engine.generate([6] + [5] * 199, max_new_tokens=2).stats.cached_tokens == 0
-    assert engine.generate([5] * 200, max_new_tokens=2).stats.cached_tokens == 191
 
 
 def test_a_cancelled_answer_leaves_its_prompt_for_the_next(byte_model):

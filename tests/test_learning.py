@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from graft import Engine
 from graft.model.verified import NUM_SUCCESSORS, likeliest
-from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
+from graft.spec_decode.buckets import NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.base import salt_of
@@ -105,14 +104,6 @@ def test_tables_learn_a_prompt_chunk_with_the_tokens_before_it():
             assert first_successor(table, text[place : place + 3], salt=6) == token
             assert first_successor(table, text[place : place + 3], salt=5) == COLD
         assert len(table.state()["rows"]) == 3
-
-
-def test_for_a_token_repeated_in_a_chunk_the_last_prediction_is_kept():
-    logits = torch.randn(1, 6, VOCAB)
-    table = SuccessorTable(1, VOCAB, hashed=False)
-    learn(table, TargetTopK.of_chunk(verified(torch.tensor([[7, 8, 7, 8, 7, 9]]), logits), []))
-    said = logits[0].argmax(dim=1).tolist()
-    assert [first_successor(table, (0, 0, token)) for token in (7, 8, 9)] == [said[4], said[3], said[5]]
 
 
 @settings(max_examples=50)
@@ -285,22 +276,11 @@ def test_a_table_is_restored_from_its_state_and_from_nothing(table):
     assert first_successor(table, same) == COLD
 
 
-def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
-    table = SuccessorTable(1, 5, hashed=False)
-    learn(table, judged_alone([0], [0], [0], torch.tensor([[[0.0, 1.0, 4.0, 2.0, 3.0]]])))
-    assert successors(table, (0, 0, 0))[0] == [2, 4, 3, 1, 0]
-
-
 # NgramTables
 
 
 def recall(**options):
     return NgramTables(VOCAB, num_rows=NUM_ROWS, **options)
-
-
-def test_tables_propose_nothing_that_they_have_not_learned():
-    history = Words(3, 9)
-    assert proposed(recall(), pool_for(history), history) == [{}]
 
 
 def test_tables_propose_by_the_longest_known_ngram():
@@ -320,16 +300,6 @@ def test_tables_propose_by_the_longest_known_ngram():
         (found,) = proposed(made, pool_for(history), history)
         sources.append(made.names[found[(token,)][0]])
     assert sources == ["trigram", "bigram", "adjacency", "adjacency", "bigram"]
-
-
-def test_waves_go_deeper_while_the_tables_know_a_successor():
-    made = recall(waves=3, beam=1)
-    made.learn(judged([(0, 0, token) for token in (5, 6, 7, 8)], [6, 7, 8, 9]))
-    history = Words(5)
-    (found,) = proposed(made, pool_for(history), history)
-    assert (6, 7, 8) in found and max(map(len, found)) == 3
-    (found,) = proposed(made, pool_for(history), history, max_depth=1)
-    assert {len(path) for path in found} == {1} and (6,) in found
 
 
 def test_tables_continue_what_others_proposed_row_by_row():
@@ -369,36 +339,7 @@ def test_tables_propose_only_under_a_texts_own_salt():
     assert three == {}
 
 
-def test_likelier_successors_have_better_buckets_and_longer_ngrams_better_priors():
-    made = recall()
-    made.learn(judged([(1, 2, 5)], [20]))
-    history = Words(1, 2, 5)
-    (found,) = proposed(made, pool_for(history), history)
-    assert found[(20,)][1] < found[(21,)][1], "buckets count from the surest"
-    assert made.prior.shape == (3, len(BUCKET_PROBABILITIES))
-    assert (made.prior.diff(dim=0) < 0).all() and (made.prior.diff(dim=1) < 0).all()
-
-
-def test_tables_are_restored_from_their_state_and_from_nothing():
-    made, other = recall(), recall()
-    made.learn(judged([(1, 2, 5), (0, 2, 6)], [20, 30]))
-    other.restore(made.state())
-    histories = [Words(1, 2, 5), Words(2, 6)]
-    look = partial(proposed, max_depth=2)
-    assert look(made, pool_for(*histories), *histories) == look(other, pool_for(*histories), *histories) != [{}, {}]
-    other.restore({})
-    assert look(other, pool_for(*histories), *histories) == [{}, {}]
-
-
 # Suffix lookup
-
-
-def test_memory_is_bounded_however_often_a_pair_comes():
-    index = SuffixIndex(max_tokens=1000)
-    for _ in range(50):
-        index.begin()
-        index.extend([1] * 100)
-    assert len(index) == 1000 and len(index.texts) == 10
 
 
 def test_pairs_of_dropped_texts_take_no_memory():
@@ -431,19 +372,6 @@ def test_without_a_match_nothing_is_proposed_nor_for_a_text_of_one_token():
     candidates = pool_for(*histories)
     assert proposed(SuffixLookup(), candidates, *histories) == [{}, {}]
     assert candidates.width == 1
-
-
-def test_sequences_of_a_batch_are_looked_up_in_their_own_text():
-    histories = [Words(1, 2, 3, 1, 2), Words(5, 1, 2), Words(2)]
-    one, two, three = proposed(SuffixLookup(), pool_for(*histories), *histories, max_depth=1)
-    assert (set(one), set(two), set(three)) == ({(3,)}, set(), set())
-
-
-def test_a_text_is_looked_up_as_it_grows():
-    lookup, history = SuffixLookup(), Words(1, 2, 3, 1)
-    assert proposed(lookup, pool_for(history), history) == [{}]
-    history.ids.append(2)
-    assert set(proposed(lookup, pool_for(history), history, max_depth=2)[0]) == {(3,), (3, 1)}
 
 
 def owned(owner, *ids):
@@ -548,13 +476,6 @@ def test_drafted_nodes_are_looked_up_as_if_they_had_come():
     assert set(found) == {(2, 3)}, "not below what is as deep as it may be"
 
 
-def test_a_lookup_proposes_no_more_nodes_than_asked_for():
-    rng = random.Random(3)
-    history = Words(*(token for _ in range(8) for token in (1, 2, *(rng.randrange(3, 60) for _ in range(40)))), 1, 2)
-    (found,) = proposed(SuffixLookup(num_nodes=11), pool_for(history), history, max_depth=30)
-    assert len(found) == 11
-
-
 # Calibration
 
 
@@ -615,14 +536,6 @@ def test_overestimated_paths_count_for_less():
     assert other.ratios == ratios
     other.restore({})
     assert set(other.ratios) == {1.0}
-
-
-def test_a_round_that_accepted_nothing_or_verified_nothing_can_be_counted():
-    calibration = PathCalibration()
-    calibration.observe(torch.ones(3, 1), [[], [], []])
-    assert set(calibration.ratios) == {1.0}, "roots are no proposals"
-    calibration.observe(torch.tensor([[1.0, 0.25]]), [[]])
-    assert calibration.ratios[1] < 1.0 or calibration.ratios[2] < 1.0
 
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():

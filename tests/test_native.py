@@ -8,10 +8,8 @@ import subprocess
 import sys
 from array import array
 from copy import copy
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
-from weakref import finalize
 
 import pytest
 import torch
@@ -396,16 +394,6 @@ def test_an_index_holds_the_last_texts_that_it_has_room_for(texts, max_tokens):
             assert sum(map(len, texts[number - len(left) - 1 : number])) > max_tokens
 
 
-def test_the_memory_of_an_index_goes_with_it():
-    freed = []
-    index = SuffixIndex()
-    index.begin()
-    index.extend([1, 2, 3])
-    finalize(index, freed.append, True)
-    del index
-    assert freed == [True]
-
-
 # Trees
 
 
@@ -561,17 +549,6 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, executab
         native.native.cache_clear()
 
 
-def test_recorded_trees_have_what_machines_could_differ_in():
-    """Nodes that are nearly equally likely, of several sources."""
-    near, sources = 0, set()
-    for *_, source_rows, _, share_rows in json.loads(GOLDEN.read_text()):
-        sources |= {source for row in source_rows for source in row}
-        for row in share_rows:
-            shares = [float.fromhex(share) for share in row]
-            near += sum(0 < one - other < 1e-6 * one for one, other in pairwise(shares))
-    assert near >= 5 and sources >= {1, 2, 3, 4, 5, 6}
-
-
 # What cannot be
 
 
@@ -618,28 +595,6 @@ def test_a_row_may_not_rank_more_nodes_than_it_has_room_for():
         native.native().graft_values_by_need(candidates.ref, 0, 1, *addresses[:2], 1, addresses[2], None, addresses[3])
 
 
-def test_a_template_may_not_name_a_parent_that_comes_later():
-    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
-    table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
-    template = make_template((2, 1))
-    template.parents[0] = 1 << 40
-    with pytest.raises(IndexError):
-        fill(candidates, table.structs, [template], 0.5, 2, 4)
-    assert candidates.width == 1
-
-
-def test_a_pool_grows_beyond_its_first_room():
-    texts = [[3, 2, 1], [4, 3, 2]]
-    both = [kind(torch.tensor([1, 2]), texts) for kind in (reference.Candidates, Candidates)]
-    for candidates in both:
-        for n in range(3):
-            tokens = torch.arange(700).expand(2, -1) + n
-            ones = torch.ones_like(tokens)
-            candidates.add(tokens, torch.full_like(tokens, n * 699), 0.5 * ones, ones, ones)
-    known = [[float(node.path) for node in nodes] for nodes in both[0].rows]
-    assert both[1].nodes.paths.tolist() == known
-
-
 def test_memory_is_reused_unless_somebody_has_a_view_of_it():
     roots, texts = torch.tensor([1, 2]), [[1], [2]]
     candidates = Candidates(roots, texts)
@@ -659,18 +614,6 @@ def test_a_library_that_cannot_be_loaded_says_what_to_do(monkeypatch, tmp_path, 
     if trouble == "of another machine":
         (tmp_path / "_native.abi3.so").write_bytes(b"\x7fELF of something else")
     with pytest.raises(GraftError, match=r"_native cannot be loaded .* install the package again"):
-        native.native.__wrapped__()
-
-
-def test_nothing_is_loaded_from_the_folder_of_models(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
-    assert Path(native.native.__wrapped__()._name).parent == Path(native.__file__).parent
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_library_of_an_older_source_is_no_traceback(monkeypatch):
-    monkeypatch.setitem(native._ARGUMENTS, "graft_of_tomorrow", [])
-    with pytest.raises(GraftError, match=r"_native cannot be loaded .*graft_of_tomorrow.*install the package again"):
         native.native.__wrapped__()
 
 

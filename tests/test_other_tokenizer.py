@@ -5,7 +5,6 @@ import gc
 import json
 import random
 import string
-import warnings
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from graft.spec_decode.proposers.text_alignment import (
@@ -187,15 +185,6 @@ def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(stra
         assert sum(answer.stats.nodes for answer in together) > 10
     alone = engine.generate(prompts[0], max_new_tokens=9, **options)
     assert alone.ids == plain[0].ids
-
-
-def test_several_answers_to_a_prompt(strangers):
-    model, tokenizer, drafter, *_ = strangers
-    options = {"n": 3, "temperature": 1.0, "seed": 1, "max_new_tokens": 6}
-    prompt = "The quick brown fox jumps over a lazy dog. " * 12
-    plain = Engine(model, tokenizer, policy="off").generate(prompt, **options)
-    answer = Engine(model, tokenizer, policy="dense", drafter=drafter).generate(prompt, **options)
-    assert [choice.ids for choice in answer.choices] == [choice.ids for choice in plain.choices]
 
 
 # Alignment: a draft model that says the same in other tokens
@@ -477,13 +466,6 @@ def test_plain_rounds_between_are_read_later(twins, monkeypatch):
     assert len(batch.sequences[0].ids) == before + CHAIN.depth + 1
 
 
-def test_what_one_pass_costs_is_measured_on_an_empty_text(strangers):
-    from graft.spec_decode.cost_model import time_pass
-
-    model, _, drafter, *_ = strangers
-    assert time_pass(drafter, TargetRunner(model)) > 0
-
-
 # Loading
 
 
@@ -509,15 +491,6 @@ def refusal(target, draft, **options):
     return message
 
 
-def test_a_folder_of_a_model_with_another_tokenizer_is_a_drafter(folders):
-    names = str(folders / "target"), str(folders / "draft")
-    engine = load(names[0], draft=names[1], policy="dense", dtype="fp32", profile=None)
-    assert isinstance(engine.drafter, OtherTokenizerDrafter)
-    assert with_tree(engine.drafter, CHAIN).settings == CHAIN
-    plain = load(names[0], policy="off", dtype="fp32")
-    assert engine.generate("the dog", max_new_tokens=12).ids == plain.generate("the dog", max_new_tokens=12).ids
-
-
 def test_a_model_in_memory_with_its_tokenizer_is_a_drafter(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
     engine = load(model, tokenizer=byte_level, draft=draft, draft_tokenizer=metaspace, profile=None)
@@ -538,32 +511,10 @@ def test_a_tokenizer_that_changes_text_is_refused(byte_level, metaspace):
     assert "the tokenizer of the target does not restore text" in message
 
 
-def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level, metaspace):
-    class Slow:
-        def get_vocab(self):
-            return {"a": 0}
-
-    model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
-    message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=Slow())
-    assert "the draft model has another vocabulary, and no fast tokenizer" in message
-
-
 def test_a_context_in_which_nothing_can_be_drafted_is_refused(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1, max_position_embeddings=90)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=metaspace)
     assert "the draft model's context leaves room for 9 tokens of text besides 81 drafted ones" in message
-
-
-def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspace):
-    small, large = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=6)
-    with pytest.warns(UserWarning, match="the draft model has more parameters than the target"):
-        load(small, tokenizer=byte_level, draft=large, draft_tokenizer=metaspace, profile=None)
-    same = model_for(byte_level, 1, num_hidden_layers=6)
-    with pytest.warns(UserWarning, match="the draft model has more parameters than the target"):
-        load(small, tokenizer=byte_level, draft=same, profile=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(same, tokenizer=byte_level, draft=small, profile=None)
 
 
 def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace):
@@ -573,21 +524,6 @@ def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace)
         load(model, draft=model_for(metaspace, 1, **short), draft_tokenizer=metaspace, **options)
     with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, its drafts are poor"):
         load(model, draft=model_for(byte_level, 1, **short), draft_tokenizer=byte_level, **options)
-
-
-def test_a_draft_model_needs_no_chat_template(byte_level, metaspace):
-    """The target's is what it reads, as text or by ids."""
-    chatty = wrapped(Tokenizer.from_str(byte_level.backend_tokenizer.to_str()))
-    chatty.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
-    model, messages = model_for(byte_level), [{"role": "user", "content": "the dog"}]
-    expected = Engine(model, chatty, policy="off").generate(messages, max_new_tokens=12)
-    assert expected.prompt_ids == chatty("<|im_start|>the dog<|im_end|><|im_start|>").input_ids
-    for tokenizer in (byte_level, metaspace):
-        assert tokenizer.chat_template is None
-        draft = model_for(tokenizer, 1, num_hidden_layers=1)
-        engine = load(model, tokenizer=chatty, draft=draft, draft_tokenizer=tokenizer, policy="dense", profile=None)
-        answer = engine.generate(messages, max_new_tokens=12)
-        assert answer.ids == expected.ids and answer.stats.nodes > 0
 
 
 def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, byte_level, metaspace, tmp_path):

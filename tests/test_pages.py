@@ -107,18 +107,6 @@ def test_a_copy_that_finds_no_page_changes_nothing():
     assert pool.num_free == 4
 
 
-def test_a_copy_keeps_the_later_pages_of_the_target_row():
-    pool, store = pool_of(num_pages=9)
-    source, target = pool.open_row(PAGE + 1), pool.open_row(4 * PAGE)
-    source.length = PAGE + 1
-    keys, _ = store.stored
-    keys[:, source.pages[1] * PAGE] = 5.0
-    behind = target.pages[1:]
-    pool.copy(source, target)
-    assert target.pages == [source.pages[0], *behind]
-    assert bool((keys[:, behind[0] * PAGE] == 5.0).all())
-
-
 def kept_by(pool):
     """A text of four pages that the pool keeps and nobody uses."""
     text = text_of(4)
@@ -267,18 +255,6 @@ def test_pages_freed_while_the_pool_grows_are_free_afterwards(monkeypatch):
     assert pool.num_pages - pool.num_free == 8
 
 
-def test_a_pool_that_replaces_another_has_positions_of_its_own(captured, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_FIRST_TOKENS", 4 * PAGE)
-    model = tiny_model("llama", max_position_embeddings=1024)
-    prompt = (PROMPT * 30)[:300]
-    expected = Engine(model, policy="off").generate(prompt, max_new_tokens=8).ids
-    model = tiny_model("llama", max_position_embeddings=1024)
-    engine = Engine(model, policy="off")
-    engine.generate(PROMPT, max_new_tokens=4)
-    engine.target.limit_pages(12)
-    assert engine.generate(prompt, max_new_tokens=8).ids == expected
-
-
 # Requests
 
 
@@ -342,30 +318,6 @@ def test_closing_the_server_also_ends_a_request_that_is_just_being_preempted(sch
     closing[0].join(timeout=60)
     assert isinstance(failure, Failure) and "shutting down" in failure.message
     assert not closing[0].is_alive()
-
-
-def may_grow_trees(scheduler):
-    """Whether the scheduler could be warmed up: until then all requests are decoded plainly."""
-    job, news = ask(scheduler, "abc", max_new_tokens=2)
-    end_of(news)
-    return job.sequences[0].speculates
-
-
-def test_trees_are_grown_with_a_small_cache_too(schedule):
-    assert may_grow_trees(schedule(new_engine(), max_cache_tokens=256))
-
-
-@pytest.mark.parametrize("limit", [{"max_cache_tokens": 256}, {"max_batched_tokens": 512}])
-def test_steps_larger_than_a_text_may_be_are_not_captured_at_the_start(captured, schedule, limit, monkeypatch):
-    monkeypatch.setattr(Small, "sizes", (1, 16, 64, 256, 512))
-    engine = Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=64), byte_tokenizer(), policy="off")
-    assert may_grow_trees(schedule(engine, **{"max_cache_tokens": 4096} | limit))
-
-
-def test_prompts_are_prefilled_in_steps_of_captured_sizes(captured, schedule):
-    scheduler = schedule(new_engine(policy="off"), max_batched_tokens=1024, max_cache_tokens=4096)
-    _, news = ask(scheduler, "abcdefg" * 100, max_new_tokens=3)
-    assert not isinstance(end_of(news), Failure)
 
 
 # Stop strings

@@ -300,22 +300,6 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 50, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(PagePool, "open_with_prefix"), (Sampler, "concat"), (EagerState, "concat")])
-def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
-    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
-    scheduler = schedule("dense", drafter)
-    gate = Gate(scheduler.engine.target)
-    first = Asked(scheduler, "first text here", **LONG)
-    gate.wait()
-    monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
-    second = Asked(scheduler, "second one", max_new_tokens=20)
-    gate.open()
-    assert second.wait().kind == "server"
-    third = Asked(scheduler, "third one is here", max_new_tokens=20)
-    assert third.wait() == alone(model, "third one is here", max_new_tokens=20)
-    assert first.wait() == alone(model, "first text here", **LONG)
-
-
 @pytest.mark.parametrize(
     "part",
     [

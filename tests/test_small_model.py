@@ -1,9 +1,7 @@
 """A small model as drafter: what it drafts is what it would say, the text is the target's, and what cannot draft is
 refused in one line."""
 
-import gc
 import json
-import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
 from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
@@ -114,13 +111,6 @@ def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     assert batch.draft.lengths == [length - 1 for length in batch.cache.lengths]
 
 
-def test_the_same_model_may_be_target_and_drafter(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(model, VOCAB, CHAIN))
-    answer = engine.generate(PROMPT, max_new_tokens=20)
-    assert answer.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
-    assert answer.stats.mean_accepted == CHAIN.depth + 2
-
-
 def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joins(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     dense = Engine(model, policy="dense", drafter=drafter)
@@ -136,32 +126,6 @@ def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joi
     batch.keep([1])
     dense.run_round(batch, Clock())
     assert_is_what_the_model_says(other, batch.sequences[0].ids, drafted(drafter, batch)[0])
-
-
-def test_many_pending_tokens_are_read_without_drafting(model, other, monkeypatch):
-    monkeypatch.setattr(small_model, "MAX_PENDING", 3)
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
-    batch = prefilled(engine, PROMPT)
-    engine.policy.grow = Engine(model, policy="off").policy.grow
-    for _ in range(5):
-        engine.run_round(batch, Clock())
-    assert batch.draft.lengths == [len(PROMPT) - 1 + 4] and len(batch.draft.rows[0].pending) == 1
-
-
-def test_several_answers_share_what_the_draft_model_has_read(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model(), VOCAB, TREE))
-    options = {"n": 3, "temperature": 1.0, "seed": 1, "max_new_tokens": 10}
-    plain = Engine(model, policy="off").generate(PROMPTS[2], **options)
-    assert [c.ids for c in engine.generate(PROMPTS[2], **options).choices] == [c.ids for c in plain.choices]
-
-
-def test_rows_that_are_too_many_for_a_step_are_run_in_several(model, other, monkeypatch):
-    drafter = SmallModelDrafter(other, VOCAB, TREE)
-    batch = prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS, [7, 7])
-    together = drafted(drafter, batch)
-    monkeypatch.setattr(small_model, "_MAX_STEP", 8)
-    for tree, same in zip(together, drafted(drafter, batch), strict=True):
-        assert [node[:2] for node in tree] == [node[:2] for node in same]
 
 
 @pytest.mark.parametrize("size", [VOCAB + 7, VOCAB - 11])
@@ -216,17 +180,6 @@ def test_the_draft_models_kv_cache_counts_as_memory(model):
     stores = {store.bytes_per_token for store in engine.target.pool.stores}
     assert stores == {engine.target.bytes_per_token(), drafter.bytes_per_token}
     assert drafter.num_slots == 1 + TREE.depth * TREE.topk
-
-
-def test_an_unused_pool_is_freed_with_its_runners(model, other):
-    drafter = SmallModelDrafter(other, VOCAB, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.generate(PROMPT, max_new_tokens=2)
-    pool, stores = weakref.ref(engine.target.pool), [weakref.ref(store) for store in engine.target.pool.stores]
-    assert len(stores) == 2
-    del engine
-    gc.collect()
-    assert pool() is None and not any(store() for store in stores)
 
 
 # Loading
