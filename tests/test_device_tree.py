@@ -282,8 +282,9 @@ def test_best_first_trees_on_the_device_are_those_of_the_c_code(
 @pytest.mark.parametrize(
     ("seed", "num_passes", "has_block"),
     [
-        *((0, 0, False), (1, 1, False), (2, 3, False), (3, 3, False), (4, 1, True)),
-        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in range(5, 40)),
+        *((0, 0, False), (3, 3, False), (4, 1, True)),
+        pytest.param(1, 1, False, marks=pytest.mark.slow),
+        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in (2, *range(5, 40))),
         *(pytest.param(seed, 1, True, marks=pytest.mark.slow) for seed in range(5, 20)),
     ],
 )

@@ -1,8 +1,5 @@
 """The sampler against plain references, and the exactness of its distribution."""
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -65,12 +62,6 @@ def test_same_seed_same_text_with_any_tree_and_with_none(options):
         assert graft.generate(PROMPT, **settings).ids == plain, "nor does what was learned before"
 
 
-def test_other_seeds_give_other_texts():
-    engine = Engine(tiny_model(), policy="off")
-    texts = {tuple(engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=s).ids) for s in range(8)}
-    assert len(texts) == 8
-
-
 def test_answers_of_one_request_differ_and_each_can_be_had_again_by_its_seed():
     engine = Engine(tiny_model(), budget=8)
     result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=5, n=3)
@@ -78,22 +69,6 @@ def test_answers_of_one_request_differ_and_each_can_be_had_again_by_its_seed():
     for choice in result.choices:
         again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=choice.seed)
         assert again.ids == choice.ids
-
-
-def test_rows_with_their_own_settings_are_sampled_as_if_alone():
-    settings = [
-        SamplingSettings(**{**EVERYTHING, "seed": 3}),
-        SamplingSettings(),
-        SamplingSettings(temperature=0.7, seed=9),
-    ]
-    histories = [PROMPT, [1, 2], [4] * 9]
-    logits = [torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(i)) * 3 for i in range(12)]
-    walking = [True] * 3
-    together = Sampler(settings, histories, [2], VOCAB, torch.device("cpu"))
-    drawn = [together.choose(row, walking).tolist() for row in logits]
-    for row in range(3):
-        alone = Sampler(settings[row : row + 1], histories[row : row + 1], [2], VOCAB, torch.device("cpu"))
-        assert [alone.choose(x[row : row + 1], walking[:1]).item() for x in logits] == [d[row] for d in drawn]
 
 
 def test_rows_that_stay_or_join_are_sampled_as_if_alone():
@@ -338,15 +313,6 @@ def test_noise_is_the_gumbel_quantile_of_a_hash_of_seed_position_and_token(seed,
     np.testing.assert_allclose(noise.numpy(), -np.log(-np.log(uniform)), rtol=1e-12)
 
 
-def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
-    seeds, positions = torch.tensor([1, 1, 2]), torch.tensor([7, 8, 7])
-    noise = gumbel_noise(seeds, positions, 50_000)
-    assert torch.equal(noise, gumbel_noise(seeds, positions, 50_000))
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert abs(torch.corrcoef(noise[[a, b]])[0, 1]) < 0.02
-    assert abs(float(noise.mean()) - 0.5772) < 0.02 and abs(float(noise.var()) - math.pi**2 / 6) < 0.05
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -370,11 +336,3 @@ def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
 def test_bad_settings_say_what_is_wrong(options, words):
     with pytest.raises(GraftError, match=words):
         Engine(tiny_model(), policy="off").generate(PROMPT, **options)
-
-
-def test_a_seed_is_drawn_when_none_is_given_and_reported():
-    engine = Engine(tiny_model(), policy="off")
-    result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8)
-    again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8, seed=result.choices[0].seed)
-    assert again.ids == result.ids
-    assert replace(SamplingSettings(seed=4), top_k=3).seed == 4

@@ -206,18 +206,6 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_a_folder_of_a_model_is_a_drafter(folders):
-    engine = graft.load(str(folders / "target"), draft=str(folders / "draft"), policy="dense", dtype="fp32")
-    assert type(engine.drafter) is SmallModelDrafter
-    plain = graft.load(str(folders / "target"), policy="off", dtype="fp32")
-    assert engine.generate("abc", max_new_tokens=12).ids == plain.generate("abc", max_new_tokens=12).ids
-
-
-def test_a_model_in_memory_is_a_drafter(model, other):
-    engine = graft.load(model, draft=other, policy="dense", profile=None)
-    assert engine.drafter.model is other and engine.drafter.settings == TreeSettings()
-
-
 def refusal(target, draft, **options):
     with pytest.raises(GraftError) as caught:
         graft.load(target, draft=draft, policy="dense", **options)
@@ -239,14 +227,6 @@ def test_a_model_without_a_causal_head_is_refused(folders):
     message = refusal(str(folders / "target"), str(folders / "headless"))
     assert "architecture LlamaModel is neither a known draft head" in message
     assert "nor a causal language model" in message
-
-
-def test_what_is_neither_head_nor_model_is_refused(folders, tmp_path):
-    assert "config.json is missing: give the folder of a draft head or a model" in refusal(
-        str(folders / "target"), str(tmp_path)
-    )
-    (tmp_path / "config.json").write_text("{}")
-    assert "architecture None is neither" in refusal(str(folders / "target"), str(tmp_path))
 
 
 def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
