@@ -94,13 +94,6 @@ def test_tokens_one_by_one_with_their_past_give_what_all_at_once_give(window):
         torch.testing.assert_close(output, at_once[:, now], rtol=1e-4, atol=1e-5)
 
 
-def test_sliding_window_forgets_what_lies_behind_it():
-    head, (embeddings, hidden, positions) = make_head(sliding_window=2), make_inputs()
-    output, _ = head(embeddings, hidden, positions)
-    short, _ = head(embeddings[:, -2:], hidden[:, -2:], positions[:, -2:])
-    torch.testing.assert_close(output[:, -1], short[:, -1], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_node_of_a_tree_sees_its_path_alone(additive):
     head, (embeddings, hidden, _) = make_head(), make_inputs()
@@ -129,13 +122,6 @@ def test_a_node_of_a_tree_sees_its_path_alone(additive):
         places = [1 + node for node in path]
         chain, _ = head(embeddings[:, places], hidden[:, places], torch.tensor([[2, 3, 4]] * 2), past)
         torch.testing.assert_close(tree[:, path], chain, rtol=1e-4, atol=1e-5)
-
-
-def test_only_the_distance_of_positions_matters():
-    head, (embeddings, hidden, positions) = make_head(), make_inputs()
-    torch.testing.assert_close(
-        head(embeddings, hidden, positions)[0], head(embeddings, hidden, positions + 7)[0], rtol=1e-3, atol=1e-4
-    )
 
 
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
@@ -183,13 +169,6 @@ def test_the_targets_embedding_is_borrowed_not_owned():
         head.borrow_embedding(torch.zeros(61, 16))
 
 
-def test_draft_ids_stand_for_the_chosen_target_ids():
-    head, chosen = make_head(draft_vocab_size=3), torch.tensor([4, 9, 60])
-    head.set_vocabulary(chosen)
-    assert head.to_target(torch.tensor([[2, 0], [1, 1]])).tolist() == [[60, 4], [9, 9]]
-    assert head.t2d.nonzero()[:, 0].tolist() == chosen.tolist()
-
-
 def test_rotary_frequencies_stay_exact_in_bf16():
     head = make_head()
     exact = head.rotary.inv_freq.clone()
@@ -199,33 +178,6 @@ def test_rotary_frequencies_stay_exact_in_bf16():
     embeddings, hidden, positions = make_inputs()
     output, _ = head(embeddings.bfloat16(), hidden.bfloat16(), positions)
     torch.testing.assert_close(output.float(), make_head()(embeddings, hidden, positions)[0], rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rope_scaling_changes_the_frequencies(rope):
-    scaled = make_head(rope={"rope_theta": 10000.0} | rope)
-    assert not torch.equal(scaled.rotary.inv_freq, make_head().rotary.inv_freq)
-    assert scaled(*make_inputs())[0].isfinite().all()
-
-
-def test_forward_is_one_graph():
-    head, inputs = make_head(), make_inputs()
-    compiled = torch.compile(head, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs)[0], head(*inputs)[0])
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,6 @@ def test_sequences_verified_together_give_what_they_give_alone(name):
         assert [g.ids for g in together] == expected
 
 
-def test_prefill_in_chunks_equals_prefill_at_once():
-    model = tiny_model()
-    ids = [
-        Engine(model, policy="off", chunk_size=size).generate(PROMPT * 4, max_new_tokens=12).ids for size in (5, 256)
-    ]
-    assert ids[0] == ids[1]
-
-
 def test_what_was_verified_but_not_committed_leaves_no_trace():
     target = TargetRunner(tiny_model("mistral"))
     plain = DraftTree.roots(torch.tensor([4]))
@@ -208,17 +200,6 @@ def test_a_forward_that_fails_leaves_the_model_to_its_owner():
     hook.remove()
     assert model.config._attn_implementation == attention and model.training
     assert engine.generate(PROMPT, max_new_tokens=4).ids == transformers_answer(model.eval(), PROMPT, 4)
-
-
-def test_a_model_in_training_is_decoded_as_in_evaluation_and_goes_on_training():
-    model = tiny_model("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5)
-    expected = transformers_answer(model, PROMPT, 10)
-    model.train()
-    frozen = next(model.base_model.children()).eval()
-    next(model.parameters()).requires_grad_(False)
-    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=10).ids == expected
-    assert [module for module in model.modules() if not module.training] == [*frozen.modules()]
-    assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
 
 
 def test_a_longrope_model_ends_where_its_rotation_would_change():
