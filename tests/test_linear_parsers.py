@@ -82,11 +82,6 @@ def test_spaces_before_an_answer_that_may_begin_with_reasoning_are_read_in_linea
     check(("hermes", "", " ", "x"), 25_000, 2, thinks=True)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES | MORE if name.startswith("pythonic")])
-def test_the_head_of_a_list_of_calls_is_matched_in_linear_time(case):
-    check((CASES | MORE)[case], 2_500, 20_000)
-
-
 def test_results_of_tools_are_joined_in_linear_time():
     def measured(count):
         messages = [{"role": "tool", "content": "x" * 20} for _ in range(count)]
