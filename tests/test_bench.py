@@ -4,7 +4,6 @@ import csv
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,8 +18,6 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
-from graft.bench.replay import read_traces, save_traces
-from graft.bench.replayed import read_recorded
 from graft.bench.report import notes_on
 from graft.bench.results import Summary
 from graft.bench.runner import BenchSettings, check_states, run, variants
@@ -52,14 +49,6 @@ def test_help_names_every_method() -> None:
     (option,) = inspect.signature(bench_command, eval_str=True).parameters["methods"].annotation.__metadata__
     named = option.help.removeprefix("Comma-separated: ").removesuffix(".").split(", ")
     assert named == ["off", *BASELINES, "graft", "graft-without-...", *PEERS]
-
-
-def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "httpx2", None)
-    monkeypatch.delitem(sys.modules, "graft.bench.load", raising=False)
-    result = graft("bench", "serve", "--requests", "1")
-    assert result.status == 2
-    assert result.err == "error: httpx2 is missing: run pip install '.[bench]' in a clone of Graft's repository\n"
 
 
 class Learner(Method):
@@ -130,18 +119,6 @@ def test_what_is_set_up_for_longer_texts_is_set_up_before_the_clock_runs(capture
     ]
     assert [prompt for _, prompt in method.log] == ([2, 1, 2, 3, 4, 4] if captures else [1, 2, 3, 4])
     assert known == [0, 1, 2, 3], "nothing was learned from what did not count"
-
-
-def test_rows_that_end_at_different_times_are_rehearsed_too():
-    class Capturing(Learner):
-        num_setups = 1
-
-    method, settings = Capturing(), BenchSettings(rows=2)
-    compared = variants([method], ["cold"], [], Question("trial", [0]), settings)
-    method.log.clear()
-    tasks = {"task": [Question("a", [1]), Question("b", [2, 2, 2]), Question("c", [3, 3])]}
-    list(run(compared, tasks, settings))
-    assert [prompt for _, prompt in method.log] == [2, 3, 1, 2, 3], "different texts, for equal ones end together"
 
 
 def test_rows_are_answered_together_and_share_the_time_of_their_batch():
@@ -230,13 +207,6 @@ def test_peer_prefills_all_but_the_last_token_of_the_prompt_apart(name: str):
     assert stats.decode_seconds == pytest.approx(sum(stats.seconds_by_phase.values()))
 
 
-def test_peer_leaves_no_hook_on_the_model():
-    model = tiny_model()
-    make_peer("hf", model).answer([PROMPT], SIXTEEN)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-
-
 def test_peer_stops_where_ours_stops():
     model = tiny_model()
     plain = PolicyMethod("off", model).answer([PROMPT], SIXTEEN)[0].ids
@@ -255,13 +225,6 @@ def test_peer_samples_the_same_again_with_the_same_seed(name: str):
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_peers_that_sample_are_not_held_to_our_text():
-    peer, ours = make_peer("hf", tiny_model()), PolicyMethod("off", tiny_model())
-    warm = SamplingSettings(temperature=1.0, seed=0)
-    assert peer.is_exact(SIXTEEN) and not peer.is_exact(warm)
-    assert ours.is_exact(warm)
 
 
 @pytest.mark.parametrize(
@@ -423,11 +386,6 @@ def test_texts_that_are_not_those_of_off_are_counted():
     assert [run.differ for run in results.runs] == [0, 1]
 
 
-def test_without_off_there_is_no_speedup_and_nothing_to_differ_from():
-    (only,) = summary_of(Timed("fast", [1.0] * 2), tasks={"one": 2}).runs
-    assert (only.speedup, only.differ, only.modelled_over_dense) == (None, None, None)
-
-
 def test_interval_holds_the_rate_and_is_the_same_again():
     def results():
         return summary_of(Timed("off", [1.0] * 6), Timed("fast", [0.3, 0.9, 0.5, 0.4, 0.6, 0.8]), tasks={"one": 6})
@@ -483,12 +441,6 @@ def test_prompts_are_asked_once_because_a_repeated_one_would_be_recalled():
         without_repeats({"one": [first], "two": [again]}, [])
     with pytest.raises(GraftError, match="warm up with other prompts"):
         without_repeats({"one": [first]}, [again])
-
-
-def test_prompts_that_share_a_batch_have_no_interval_of_speed():
-    (learner,) = summary_of(Learner(), tasks={"one": 4}, rows=2).runs
-    assert "mean_accepted" in learner.confidence
-    assert "tokens_per_second" not in learner.confidence
 
 
 # The command
@@ -615,11 +567,6 @@ def test_bad_option_is_one_line_that_says_what_is_wrong(
     assert not (tmp_path / "out" / "results.json").exists()
 
 
-def test_data_files_of_the_same_name_are_refused(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
-    result = graft_tiny("bench", *data[:2], *data[:2], "--out", str(tmp_path / "out"))
-    assert "two data files are called 'first'" in result.err
-
-
 # Recording and replay
 
 
@@ -704,17 +651,3 @@ def test_replay_that_cannot_be_says_why(
     result = graft("bench", *words, "--out", str(tmp_path / "out"))
     assert result.status == 2
     assert message in result.err
-
-
-def test_recording_needs_a_head_and_comparing_a_folder(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
-    assert "needs a drafter" in graft_tiny("bench", *data, "--record", str(tmp_path / "traces")).err
-    assert "name a folder for the results with --out" in graft_tiny("bench", *data).err
-
-
-def test_traces_of_different_heads_are_not_mixed(traces: Path, tmp_path: Path) -> None:
-    read, about = read_traces(traces / "first.safetensors")
-    tree = TreeSettings(depth=about["depth"], topk=about["topk"])
-    facts = {fact: about[fact] for fact in ("model", "max_new_tokens")} | {"draft": "another"}
-    save_traces(traces / "third.safetensors", read, tree, BYTE_VOCAB, "third", **facts)
-    with pytest.raises(GraftError, match="do not belong together: draft is"):
-        read_recorded([traces])

@@ -16,8 +16,6 @@ from transformers import LlamaConfig
 from block_oracle import Network
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
-from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
 from pickles import RunsCode
 from tiny import target_config
 
@@ -447,12 +445,6 @@ def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_besi
     assert (mask["mask_token_id"], mask["embedding"].shape) == (5, (HIDDEN,))
 
 
-def test_a_head_with_a_markov_head_is_saved_as_deepspec_does(tmp_path):
-    save_head(make_head(markov="vanilla", markov_rank=3), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architectures"], config["markov_rank"]) == (["Qwen3DSparkModel"], 3)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -569,22 +561,6 @@ def test_a_tensor_that_does_not_fit_is_named(change, message, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_not_qwen3(tmp_path):
-    published = llama_layers()
-    published.config["model_type"] = "qwen3"
-    published.write(tmp_path)
-    with pytest.raises(GraftError, match=r"has no tensor layers.0.self_attn.k_norm.weight"):
-        load(tmp_path)
-
-
-def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path):
-    published = treeflash()
-    del published.tensors["layers.0.mlp.up_proj.weight"]
-    published.write(tmp_path)
-    with pytest.raises(GraftError, match=r"has no tensor model.layers.0.mlp.up_proj.weight, expected as \[24, 16\]"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_masked_slots_have_the_vector_of_the_mask_file(as_dict, tmp_path):
     published = zlab()
@@ -670,9 +646,3 @@ def test_load_check_of_neither_kind_names_the_known(tmp_path, load_check):
     result = load_check()
     assert result.status == 2 and "DFlashDraftModel" in result.err
     assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in result.err
-
-
-def test_slots_are_no_option_of_an_eagle3_head(tmp_path, load_check):
-    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path / "head")
-    result = load_check("--slots", "shifted")
-    assert result.status == 2 and "--slots is for block heads" in result.err

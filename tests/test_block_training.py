@@ -143,34 +143,6 @@ def head(request, model):
 
 
 @torch.no_grad()
-def test_a_block_sees_nothing_at_or_after_its_anchor_and_nothing_of_other_documents(model, head):
-    batch = batch_of()
-    features = target_states(model, head.config.target_layers, batch).features
-    before = block_hidden(head, features, batch, flex=False)
-    for row, place in itertools.product(range(2), range(0, 40, 3)):
-        changed = features.clone()
-        changed[row, place] += 1.0
-        differs = (block_hidden(head, changed, batch, flex=False) != before).flatten(2).any(dim=-1)  # [R, N]
-        seen = torch.zeros_like(differs)
-        seen[row] = (batch.anchor_starts[row] <= place) & (place < batch.anchors[row])
-        assert torch.equal(differs, seen)
-
-
-@torch.no_grad()
-def test_a_block_does_not_see_other_blocks(model, head):
-    batch = batch_of()
-    features = target_states(model, head.config.target_layers, batch).features
-    before = block_hidden(head, features, batch, flex=False)
-    for block in range(6):
-        tokens = batch.tokens.clone()
-        tokens[1, batch.anchors[1, block]] = 60 - tokens[1, batch.anchors[1, block]]
-        differs = (block_hidden(head, features, replace(batch, tokens=tokens), flex=False) != before).flatten(2)
-        expected = torch.zeros(2, 6, dtype=torch.bool)
-        expected[1, block] = True
-        assert torch.equal(differs.any(dim=-1), expected)
-
-
-@torch.no_grad()
 def test_a_block_in_a_packed_row_computes_what_drafting_computes(model, head):
     batch = batch_of()
     hidden = block_hidden(head, target_states(model, head.config.target_layers, batch).features, batch, flex=False)
@@ -269,29 +241,6 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(model, conditional,
     assert float(found["loss"]) == pytest.approx(float(expected.detach()), rel=1e-4)
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=2e-3, atol=1e-5, msg=name)
-
-
-def test_gradients_reach_every_parameter_and_none_of_the_model(model):
-    head = make_head(model)
-    block_backward(head, model, batch_of(), SETTINGS)
-    assert all(float(p.grad.abs().max()) > 0 for p in head.parameters())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_new_head_reads_taps_of_one_size(model):
-    scaled = tiny_model(num_hidden_layers=6)
-    with torch.no_grad():
-        scaled.model.layers[2].mlp.down_proj.weight.mul_(40)
-    head = new_block_head(scaled, SHAPE, False, 5, texts(), SETTINGS)
-    batch = batch_of()
-    parts = target_states(scaled, head.config.target_layers, batch).features.split(32, dim=-1)
-    sizes = [float(part.pow(2).mean(dim=-1).sqrt().median()) for part in parts]
-    scales = [float(weight.std()) for weight in head.fc.weight.detach().split(32, dim=1)]
-    assert max(sizes) > 5 * min(sizes)
-    first, second = (size * scale for size, scale in list(zip(sizes, scales, strict=True))[:2])
-    assert first == pytest.approx(second, rel=0.2)
-    for own, its in zip(head.layers, scaled.model.layers[-2:], strict=True):
-        assert torch.equal(own.mlp.up_proj.weight, its.mlp.up_proj.weight)
 
 
 def test_the_mask_stands_for_a_token_that_texts_do_not_have():

@@ -1,7 +1,6 @@
 """CUDA-graph runners, tested without a GPU: fused layers against transformers, kernels against plain PyTorch, and
 captured steps (here called instead of replayed) against the eager runner."""
 
-import queue
 import random
 import threading
 import time
@@ -24,11 +23,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from batches import graphs_of, opened, prefill
-from captured_parts import Small, SmallDrafter, small_target
+from captured_parts import Small, small_target
 from graft import Engine, GraftError, SamplingSettings
-from graft.engine.jobs import Job
-from graft.engine.scheduler import Scheduler
-from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
@@ -42,9 +38,8 @@ from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk
 from graft.request.stats import Clock
 from graft.tree.tree import DraftTree
-from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from tiny import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
@@ -401,23 +396,6 @@ def test_warming_up_captures_a_graph_of_every_size_and_says_so(plain):
     cache = target.open(2, 64)
     target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
     assert target.num_setups == 4, "at short contexts nothing is left to capture"
-
-
-def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
-    model = model_of("llama", vocab_size=BYTE_VOCAB)
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-    engine = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=9)
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, prefix_cache_tokens=0))
-    captured, done = [], queue.SimpleQueue()
-    for _ in range(3):
-        for count in (8, 14, 10, 12):
-            (sequence,) = engine.new_sequences([5, 6, 7, 8], SamplingSettings(max_new_tokens=count, ignore_eos=True))
-            scheduler.submit(Job([sequence], lambda news: done.put(news) if news.finish_reason else None))
-        for _ in range(4):
-            done.get(timeout=60)
-        captured.append(engine.target.num_setups + drafter.num_setups)
-    scheduler.close()
-    assert captured[0] > 0 and captured[1] == captured[2]
 
 
 def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, monkeypatch):

@@ -1,6 +1,5 @@
 """The captured EAGLE-3 drafter without a GPU, its graphs called instead of replayed: against the eager drafter."""
 
-import gc
 import warnings
 
 import pytest
@@ -20,7 +19,6 @@ from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.tree import DraftTree
@@ -88,17 +86,6 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
         text.round(cache, state, [9, 6], 3)
         found.append(levels + text.levels(state, 3, keep=3))
     assert_alike(*found)
-
-
-def test_the_output_at_each_rows_last_entry_is_kept():
-    outputs, root = torch.randn(7, 40), torch.randn(5, 40)
-    begins, counts, lines = (
-        torch.tensor(part, dtype=torch.int32) for part in ([0, 2, 2, 0], [2, 0, 4, 0], [3, 2, 4, 0])
-    )
-    expected, found = root.clone(), root.clone().to(DEVICE)
-    expected[3], expected[4] = outputs[1], outputs[5]
-    eagle3_kernels.keep_last(*(part.to(DEVICE) for part in (outputs, begins, counts, lines)), found)
-    assert torch.equal(found.cpu(), expected)
 
 
 def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
@@ -321,24 +308,3 @@ def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monk
     ]
     for state in states:
         assert_alike(text.levels(state), expected)
-
-
-def test_graphs_go_with_the_hidden_states_and_the_pools_that_they_read(plain, model):
-    """So that neither memory nor graphs add up when a target's buffers, or its pool, are replaced."""
-    text = Text(model, SmallDrafter)
-    counts, reading = [], []
-    for number in range(6):
-        if number % 2:
-            text.target._hidden = text.target._hidden.clone()
-        if number == 4:
-            text.target._pool = None
-        cache, state = text.open(PROMPT, [5, 6])
-        text.levels(state)
-        text.round(cache, state, [11, 6])
-        del cache, state
-        gc.collect()  # what would be replayed is called here, and holds its buffers
-        steps = text.drafter._captures.steps
-        counts.append(len(steps))
-        reading.append(sum(key[1] == "read" for key in steps))
-    assert max(counts) == counts[0] and reading == [reading[0]] * 6 and reading[0] > 0
-    assert len(text.drafter._buffers) == 1

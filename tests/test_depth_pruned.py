@@ -84,25 +84,6 @@ def test_the_measure_is_the_mean_divergence_over_the_tokens_of_answers(model):
     assert found == (pytest.approx(total / count, rel=1e-4), pytest.approx(right / count))
 
 
-def tagged(num_layers=8):
-    made = tiny_model(num_hidden_layers=num_layers)
-    for number, layer in enumerate(made.model.layers):
-        layer._tag = number
-    return made
-
-
-def test_what_is_known_of_a_layer_is_measured_anew_when_it_matters(tmp_path):
-    """Two layers that can stand in for each other: each is cheap to lose, not both."""
-    costs = [9.0, 1.0, 1.1, 2.0]
-
-    def measure(pruned):
-        gone = set(range(4)) - {layer._tag for layer in pruned.model.layers}
-        return sum(costs[layer] for layer in gone) + (5.0 if gone >= {1, 2} else 0.0)
-
-    order = find_removal_order(tagged(4), 1, measure, tmp_path / "layers.json", {})
-    assert order.removed == [(1, 1.0), (3, 3.0), (2, 9.1)]
-
-
 def test_a_search_goes_on_where_it_stopped_and_to_fewer_layers(model, tmp_path):
     measure, path = divergence_of(model), tmp_path / "work" / "layers.json"
     whole = find_removal_order(model, 2, measure, tmp_path / "whole.json", {"answers": 12})

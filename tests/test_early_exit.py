@@ -150,17 +150,13 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
 
 def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     """With PyTorch in place of kernels: the exit's graphs are over the target's weights and keys."""
-    from graft.model.cuda_graphs import CapturedTarget
-
-    class Small(CapturedTarget):
-        sizes = (4, 16, 128)
-        contexts = (128,)
+    from captured_parts import OneContext
 
     drafter = EarlyExitDrafter(model, 2, TREE)
     levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
+    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", OneContext)
     drafter = EarlyExitDrafter(model, 2, TREE)
     drafter._is_captured = True
     engine = Engine(model, policy="dense", drafter=drafter)

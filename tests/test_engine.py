@@ -16,7 +16,6 @@ from graft.engine.decode_loop import DecodeLoop
 from graft.engine.scheduler import Scheduler
 from graft.errors import ContextError
 from graft.model.sampler import SamplingSettings
-from graft.request.detokenizer import TextStream
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -121,26 +120,6 @@ def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model,
         assert stream.result.ids == expected.ids
 
 
-def test_a_character_of_several_tokens_comes_in_one_piece():
-    tokenizer = byte_tokenizer()
-    stream, pieces = TextStream(tokenizer, tokenizer.encode("x")), []
-    for token in tokenizer.encode("aé漢😀b"):
-        stream.push(token)
-        pieces.append(stream.take())
-    assert pieces == ["a", "", "é", "", "", "漢", "", "", "", "😀", "b"]
-
-
-def test_an_answer_that_ends_inside_a_character_gives_what_the_tokenizer_gives():
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.encode("a漢")[:-1]
-    stream = TextStream(tokenizer, [])
-    for token in ids:
-        stream.push(token)
-    assert stream.text == "a"
-    stream.finish()
-    assert stream.text == tokenizer.decode(ids)
-
-
 def test_a_cancelled_stream_keeps_what_it_gave_and_frees_its_cache(byte_model):
     engine = Engine(byte_model, byte_tokenizer(), policy="off")
     stream = engine.stream("grafting", max_new_tokens=100)
@@ -177,12 +156,6 @@ def test_log_probabilities_are_the_models_own_at_every_place(byte_model):
         place = logits[len(result.prompt_ids) - 1 + i]
         assert entry.token == token and entry.logprob == pytest.approx(float(place[token]), abs=1e-4)
         assert list(entry.alternatives) == place.topk(3).indices.tolist()
-
-
-def test_messages_go_through_the_chat_template(byte_model):
-    engine = Engine(byte_model, byte_tokenizer())
-    ids = engine.encode([{"role": "user", "content": "hi"}])
-    assert byte_tokenizer().decode(ids) == "[user]hi\n[assistant]"
 
 
 def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):

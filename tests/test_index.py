@@ -359,18 +359,6 @@ def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path, max_depth):
     assert (nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
 
 
-def test_what_others_retrieved_does_not_keep_the_text_itself_from_being_looked_up(tmp_path):
-    candidates = pool_for("xyab", "xxab")
-    copied = torch.tensor([ids("z")] * 2)
-    ones = torch.ones_like(copied)
-    candidates.add(copied, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "xyab", "xxab", max_depth=1, first=2)
-    nodes = candidates.nodes
-    for row, found in enumerate(("zc", "c")):
-        is_node = (nodes.depths[row] > 0) & (nodes.paths[row] > 0)
-        assert nodes.tokens[row][is_node].tolist() == ids(found)
-
-
 def history(text):
     return SimpleNamespace(ids=ids(text) or [1000])  # an id that the index cannot hold, where there is no letter
 

@@ -1,6 +1,5 @@
 """Retrievers and calibration: what is learned, and that it is learned right."""
 
-import itertools
 import random
 
 import pytest
@@ -12,6 +11,7 @@ from graft import Engine
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
+from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.base import salt_of
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
@@ -22,18 +22,11 @@ from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
 NUM_ROWS = 1 << 10
-NUMBERS = itertools.count(1)
 
 
-class Words:
+def words(*ids):
     """A history."""
-
-    owner = group = None
-    num_prompt_tokens = 0
-
-    def __init__(self, *ids):
-        self.ids = list(ids)
-        self.number = next(NUMBERS)
+    return Text(list(ids), 0)
 
 
 def pool_for(*histories):
@@ -288,7 +281,7 @@ def test_tables_propose_by_the_longest_known_ngram():
     made.learn(judged([(0, 0, 5)], [20]))
     made.learn(judged([(0, 2, 5)], [30]))
     made.learn(judged([(1, 2, 5)], [40]))
-    histories = [Words(1, 2, 5), Words(3, 2, 5), Words(3, 3, 5), Words(5), Words(2, 5)]
+    histories = [words(1, 2, 5), words(3, 2, 5), words(3, 3, 5), words(5), words(2, 5)]
     likeliest_at = [
         max(found, key=lambda path: -found[path][1]) for found in proposed(made, pool_for(*histories), *histories)
     ]
@@ -305,7 +298,7 @@ def test_tables_propose_by_the_longest_known_ngram():
 def test_tables_continue_what_others_proposed_row_by_row():
     made = recall(waves=2)
     made.learn(judged([(5, 50, 51)], [52]))
-    histories = [Words(4, 5), Words(4, 51)]
+    histories = [words(4, 5), words(4, 51)]
     candidates = pool_for(*histories)
     draft(candidates, [50, 51])
     one, two = proposed(made, candidates, *histories)
@@ -317,7 +310,7 @@ def test_tables_continue_what_others_proposed_row_by_row():
 def test_tables_propose_no_deeper_than_asked_and_look_up_no_node_twice():
     made = recall(waves=3)
     made.learn(judged([(4, 5, 50), (5, 50, 51), (50, 51, 52)], [51, 52, 53]))
-    history = Words(4, 5)
+    history = words(4, 5)
     candidates = pool_for(history)
     draft(candidates, [50, 51])
     (found,) = proposed(made, candidates, history, max_depth=2)
@@ -332,7 +325,7 @@ def test_tables_propose_only_under_a_texts_own_salt():
     made = NgramTables(VOCAB, isolated=True)
     made.learn(judged([(1, 2, 5)], [20], salt=1))
     made.learn(judged([(1, 2, 5)], [30], salt=2))
-    histories = [Words(1, 2, 5)] * 3
+    histories = [words(1, 2, 5)] * 3
     candidates = Candidates(torch.tensor([5] * 3), [[1, 2, 5]] * 3, [1, 2, 3])
     one, two, three = proposed(made, candidates, *histories, max_depth=1)
     assert [min(found, key=lambda path: found[path][1]) for found in (one, two)] == [(20,), (30,)]
@@ -351,15 +344,15 @@ def test_pairs_of_dropped_texts_take_no_memory():
 
 
 def test_suffix_lookup_continues_the_longest_earlier_match():
-    history = Words(1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 1, 2, 3, 4)
+    history = words(1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 1, 2, 3, 4)
     (found,) = proposed(SuffixLookup(depth=3), pool_for(history), history)
     assert set(found) == {(5,), (5, 9), (5, 9, 3)}, "four tokens match before 5, only two before 7"
 
 
 def test_a_longer_match_and_more_agreement_are_better_evidence():
-    once = Words(1, 2, 3, 4, 5, 9, 1, 2, 3, 4)
-    shorter = Words(1, 2, 5, 9, 1, 2)
-    torn = Words(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4)
+    once = words(1, 2, 3, 4, 5, 9, 1, 2, 3, 4)
+    shorter = words(1, 2, 5, 9, 1, 2)
+    torn = words(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4)
     rows = proposed(SuffixLookup(), pool_for(once, shorter, torn), once, shorter, torn)
     score_bucket = [found[(5,)][1] for found in rows]
     prior = SuffixLookup.prior[0]
@@ -368,14 +361,14 @@ def test_a_longer_match_and_more_agreement_are_better_evidence():
 
 
 def test_without_a_match_nothing_is_proposed_nor_for_a_text_of_one_token():
-    histories = [Words(1, 2, 3, 4), Words(7)]
+    histories = [words(1, 2, 3, 4), words(7)]
     candidates = pool_for(*histories)
     assert proposed(SuffixLookup(), candidates, *histories) == [{}, {}]
     assert candidates.width == 1
 
 
 def owned(owner, *ids):
-    text = Words(*ids)
+    text = words(*ids)
     text.owner = owner
     return text
 
@@ -399,7 +392,7 @@ def grouped(group, owner, *ids):
 
 def test_answers_to_one_prompt_are_looked_up_in_each_other_while_they_grow():
     lookup = SuffixLookup()
-    lookup.finish(Words(8, 8, 8, 20))
+    lookup.finish(words(8, 8, 8, 20))
     prompt = [7, 8, 8]
     ahead = grouped(1, None, *prompt, 1, 2, 30, 31)
     histories = [grouped(1, None, *prompt, 1, 2), ahead, grouped(1, None, *prompt), grouped(2, None, *prompt, 1, 2)]
@@ -418,7 +411,7 @@ def test_a_group_is_not_looked_up_in_its_prompt_and_a_longer_match_of_finished_t
     one, two = grouped(1, None, *prompt[1:], 5, 1, 2), grouped(1, None, *prompt[1:], 6)
     (found, _) = proposed(lookup, pool_for(one, two), one, two)
     assert {lookup.names[source] for source, _ in found.values()} == {"suffix"}, "what both have, it has itself"
-    lookup.finish(Words(4, 5, 1, 2, 70))
+    lookup.finish(words(4, 5, 1, 2, 70))
     two.ids += [1, 2, 80]
     (found, _) = proposed(lookup, pool_for(one, two), one, two, max_depth=1)
     assert (70,) in found and (80,) not in found
@@ -432,7 +425,7 @@ def test_where_texts_are_isolated_a_group_needs_an_owner(owner, is_seen):
 
 
 def test_isolated_texts_have_tables_of_their_own_or_those_of_their_owner():
-    histories = [Words(1, 2), Words(1, 2), owned(1 << 56, 1, 2), owned(1 << 56, 3, 4)]
+    histories = [words(1, 2), words(1, 2), owned(1 << 56, 1, 2), owned(1 << 56, 3, 4)]
     one, other, first, second = (salt_of(history, isolated=True) for history in histories)
     assert len({0, one, other, first}) == 4 and first == second
     assert {salt_of(history, isolated=False) for history in histories} == {0}
@@ -451,9 +444,9 @@ def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):
 
 def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_state():
     lookup, other = SuffixLookup(), SuffixLookup()
-    lookup.finish(Words(1, 2, 30, 31))
-    lookup.finish(Words(1, 2, 3))
-    history = Words(1, 2, 3, 1, 2)
+    lookup.finish(words(1, 2, 30, 31))
+    lookup.finish(words(1, 2, 3))
+    history = words(1, 2, 3, 1, 2)
     other.restore(lookup.state())
     for made in (lookup, other):
         (found,) = proposed(made, pool_for(history), history, max_depth=2)
@@ -464,10 +457,10 @@ def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_s
 
 
 def test_drafted_nodes_are_looked_up_as_if_they_had_come():
-    history = Words(1, 2, 3, 9, 1)
-    candidates = pool_for(history, Words(4, 5))
+    history = words(1, 2, 3, 9, 1)
+    candidates = pool_for(history, words(4, 5))
     draft(candidates, [2, 3])
-    one, two = proposed(SuffixLookup(), candidates, history, Words(4, 5), max_depth=4)
+    one, two = proposed(SuffixLookup(), candidates, history, words(4, 5), max_depth=4)
     assert {(2, 3), (2, 3, 9), (2, 3, 9, 1)} <= set(one)
     assert two == {}
     candidates = pool_for(history)
@@ -484,7 +477,7 @@ def test_calibration_learns_how_often_a_source_is_right():
     rng = random.Random(1)
     for _ in range(400):
         # Source 1 proposes token 7, right three times in four; source 2 proposes 8 below it, never right.
-        candidates = pool_for(Words(1))
+        candidates = pool_for(words(1))
         one = torch.ones(1, 1, dtype=torch.int64)
         candidates.add(7 * one, 0 * one, 0.5 * one, one, 0 * one)
         candidates.add(8 * one, one, 0.5 * one, 2 * one, 0 * one)
@@ -497,7 +490,7 @@ def test_calibration_learns_how_often_a_source_is_right():
 
 def test_calibration_follows_a_source_that_gets_better():
     calibration = Calibration([torch.tensor([0.5])])
-    candidates = pool_for(Words(1))
+    candidates = pool_for(words(1))
     draft(candidates, [7])
     candidates.merge()
     seen = []
@@ -510,7 +503,7 @@ def test_calibration_follows_a_source_that_gets_better():
 
 def test_a_proposal_counts_only_where_the_target_has_said_what_follows():
     calibration = Calibration([torch.tensor([0.5])])
-    candidates = pool_for(Words(1), Words(2))
+    candidates = pool_for(words(1), words(2))
     draft(candidates, [7, 8, 3])
     candidates.merge()
     before = calibration.state()["tried"]
@@ -540,7 +533,7 @@ def test_overestimated_paths_count_for_less():
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():
     made, other = (Calibration([torch.tensor([0.5, 0.2])]) for _ in range(2))
-    candidates = pool_for(Words(1))
+    candidates = pool_for(words(1))
     draft(candidates, [7])
     candidates.merge()
     both = (torch.tensor([1, 1]), torch.tensor([0, 1]))

@@ -232,14 +232,6 @@ def test_text_with_an_mtp_head_is_that_of_plain_decoding_and_of_transformers(che
     assert drafted > 0
 
 
-def test_the_target_stays_as_it_was(checkpoint):
-    model = checkpoint.model().train()
-    head = load_head(model)
-    assert all(module.training for module in model.modules()) and all(p.requires_grad for p in model.parameters())
-    assert head.block.get_input_embeddings() is model.get_input_embeddings(), "not a copy"
-    assert len(model.model.layers) == LAYERS == model.config.num_hidden_layers
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(name, tmp_path):
     """Such a model cannot be a target yet, but its MTP layer is of full attention."""

@@ -1,4 +1,4 @@
-"""Sixty inputs that are wrong, one by one: each is one line that says what, and never a traceback.
+"""Inputs that are wrong, one by one: each is one line that says what, and never a traceback.
 
 On the command line that is exit status 2; in Python a GraftError, which is a ValueError.
 """
@@ -97,6 +97,18 @@ GENERATE = [  # a prompt, options, words of the error
     ("hi", {"top_p": 0}, "top_p must be above 0"),
     ("hi", {"temprature": 1}, "did you mean 'temperature'"),
     ("hi", {"logit_bias": {999: 1.0}}, "no token 999"),
+    ({"input_ids": [[3]]}, {}, "input_ids"),
+    ([3, 4.0], {}, "4.0"),
+    (torch.tensor([True, False]), {}, "True"),
+    (torch.tensor(3), {}, "not one row"),
+    (torch.tensor([[3, 4], [5, 6]]), {}, "generate_batch"),
+    (["hi", "ho"], {}, "generate_batch"),
+    ("hi", {"top_k": -1}, "top_k"),
+    ("hi", {"n": 0}, "n must be"),
+    ("hi", {"seed": 2**63}, "seed"),
+    ("hi", {"logit_bias": {5: float("inf")}}, "below infinity"),
+    ("hi", {"stop_token_ids": [-1]}, "no token -1"),
+    ("hi", {"min_tokens": 300}, "min_tokens"),
     ("hi", {"settings": {"n": 2}}, "settings must be SamplingSettings, not dict"),
 ]
 COMMANDS = [  # words, what is piped in, words of the error

@@ -1,6 +1,5 @@
 """The C code of `native.c` and `baselines.c` against the slow reference, to the last bit; the same trees everywhere."""
 
-import itertools
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from graft.errors import GraftError
 from graft.machine import num_cores
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
@@ -37,20 +37,6 @@ CHANCES = (0.0, 1e-20, 0.004, 0.25, 0.5, 0.9, 1.0)
 NUM_SOURCES, NUM_BUCKETS = 7, reference.NUM_BUCKETS
 DRAFTED = 1
 GOLDEN = Path(__file__).with_name("golden_trees.json")
-
-
-NUMBERS = itertools.count(1)
-
-
-class Text:
-    """A history."""
-
-    owner = None
-
-    def __init__(self, ids, group=None, num_prompt_tokens=0):
-        self.ids = list(ids)
-        self.number = next(NUMBERS)
-        self.group, self.num_prompt_tokens = group, num_prompt_tokens
 
 
 class Both:
@@ -349,9 +335,9 @@ def test_copies_are_attached(finished, texts, seed, depth, num_nodes, num_drafte
     """Below the root and below what was proposed: of texts that grow, some of them a group's, and of finished ones."""
     lookup = SuffixLookup(depth=depth, num_nodes=num_nodes, num_drafted=num_drafted, max_past_tokens=50)
     groups = [random.Random(seed + row).choice([None, 1, 2]) for row in range(len(texts))]
-    histories = [Text(text, group, num_prompt) for text, group in zip(texts, groups, strict=True)]
+    histories = [Text(list(text), num_prompt, group=group) for text, group in zip(texts, groups, strict=True)]
     for text in finished:
-        lookup.finish(Text(text))
+        lookup.finish(Text(list(text), 0))
     while sum(map(len, finished)) > 50 and len(finished) > 1:
         finished = finished[1:]
     with (
@@ -420,7 +406,7 @@ def tree_of_many_rows(num_rows=41):
     both.chances = both.chances.repeat(1, 1, 2)
     tables, lookup = some_tables(5, isolated=False), SuffixLookup()
     learn_something(both, *tables, 8)
-    texts = [Text([both.rng.randrange(3) for _ in range(40)]) for _ in both.texts]
+    texts = [Text([both.rng.randrange(3) for _ in range(40)], 0) for _ in both.texts]
     candidates = both.pools[1]
     lookup.propose(candidates, texts, 2, both.chances, 8)
     both.pools[0] = copy(candidates)  # the reference has its say elsewhere
@@ -484,9 +470,9 @@ def golden_rounds():
         tables = some_tables(5, isolated=seed % 2 == 1)
         for _ in range(4):
             learn_something(both, *tables, 8)
-        texts = [Text([both.rng.randrange(3) for _ in range(60)]) for _ in both.texts]
+        texts = [Text([both.rng.randrange(3) for _ in range(60)], 0) for _ in both.texts]
         past, lookup = [[both.rng.randrange(3) for _ in range(60)]], SuffixLookup()
-        lookup.finish(Text(past[0]))
+        lookup.finish(Text(past[0], 0))
         own = [text.ids for text in texts]
         limits = {"num_places": 10, "max_depth": 8, "length": 32, "num_nodes": 40}
         both.pools[0].attach_copies(own, past, [[] for _ in own], 2, both.chances, **limits)

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
-from batches import counting_tokens, graphs_of, prefilled
+from batches import graphs_of, prefilled
 from graft import Engine, GraftError
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
@@ -23,7 +23,6 @@ from graft.loading import load
 from graft.model import TargetRunner
 from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
@@ -243,16 +242,6 @@ def test_text_that_is_cut_elsewhere_is_accepted(own, its, least):
         assert answer.stats.mean_accepted >= least
 
 
-def test_drafted_tokens_that_are_accepted_are_not_read_again(twins):
-    model, tokenizer, drafter, _ = twins
-    engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = prefilled(engine, engine.encode("the quick brown fox"), max_new_tokens=60)
-    with counting_tokens(drafter.model) as sizes:
-        for _ in range(4):
-            engine.run_round(batch, Clock())
-    assert sizes == [2, 1, 1, 1] + [1] * 12, "a text's last token is run when something is drafted"
-
-
 def test_its_probabilities_are_the_draft_models(twins):
     model, tokenizer, drafter, _ = twins
     drafter = drafter.with_settings(TREE)
@@ -326,23 +315,6 @@ def test_the_draft_model_reads_the_targets_text(byte_level, metaspace, direction
                 assert unchanged >= settled and row.drafts[:unchanged] == before[:unchanged]
                 assert row.num_settled >= settled
             assert row.drafts == pair.draft.start + pair.draft.encode(pair.target.decode(ids))
-
-
-def test_random_tokens_are_followed(byte_level, metaspace):
-    """Half characters, specials in the middle, tokens that no tokenizer would write: nothing fails."""
-    for its, own in ((metaspace, byte_level), (byte_level, metaspace)):
-        pair, rng = pair_of(its, own), random.Random(2)
-        for _ in range(20):
-            row, known = TextRow(pair), []
-            for _ in range(30):
-                new = [rng.randrange(len(own)) for _ in range(rng.randrange(1, 5))]
-                known += new
-                row.extend(new)
-                row.end()
-            assert row.ids == known
-            copied = row.copy()
-            copied.extend(pair.target.encode("the dog"))
-            assert row.ids == known and copied.ids != known
 
 
 def drafted_behind(pair, text_ids, *texts):
@@ -451,21 +423,6 @@ def test_text_beyond_the_draft_models_context_is_decoded_without_drafts(byte_lev
     assert not runner_of(drafter, engine).pool.is_in_use
 
 
-def test_plain_rounds_between_are_read_later(twins, monkeypatch):
-    model, tokenizer, drafter, _ = twins
-    monkeypatch.setattr(small_model, "MAX_PENDING", 5)
-    dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = prefilled(dense, dense.encode("the quick brown fox"), max_new_tokens=60)
-    grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
-    for _ in range(8):
-        dense.run_round(batch, Clock())
-    assert 0 < len(batch.draft.rows[0].unseen) < 6
-    dense.policy.grow = grow
-    before = len(batch.sequences[0].ids)
-    dense.run_round(batch, Clock())
-    assert len(batch.sequences[0].ids) == before + CHAIN.depth + 1
-
-
 # Loading
 
 
@@ -517,15 +474,6 @@ def test_a_context_in_which_nothing_can_be_drafted_is_refused(byte_level, metasp
     assert "the draft model's context leaves room for 9 tokens of text besides 81 drafted ones" in message
 
 
-def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace):
-    model, short = model_for(byte_level), {"num_hidden_layers": 1, "max_position_embeddings": 512}
-    options = {"tokenizer": byte_level, "profile": None}
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, it does not draft"):
-        load(model, draft=model_for(metaspace, 1, **short), draft_tokenizer=metaspace, **options)
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, its drafts are poor"):
-        load(model, draft=model_for(byte_level, 1, **short), draft_tokenizer=byte_level, **options)
-
-
 def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, byte_level, metaspace, tmp_path):
     lower = wrapped(Tokenizer.from_str(metaspace.backend_tokenizer.to_str()))
     lower.backend_tokenizer.normalizer = Lowercase()
@@ -566,17 +514,13 @@ def test_the_commands_take_it(graft, folders, tmp_path):
 
 def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     """With PyTorch in place of kernels."""
-    from graft.model.cuda_graphs import CapturedTarget
-
-    class Small(CapturedTarget):
-        sizes = (4, 16, 128)
-        contexts = (128,)
+    from captured_parts import OneContext
 
     model, tokenizer, drafter, _ = twins
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
-    monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
+    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", OneContext)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     engine.warm_up(16, 2)
@@ -584,5 +528,5 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     for answer, its in zip(answers, expected, strict=True):
         assert answer.ids == its.ids and answer.stats.mean_accepted == CHAIN.depth + 1
     runner = runner_of(drafter, engine)
-    assert isinstance(runner, Small) and runner.pool is not engine.target.pool
+    assert isinstance(runner, OneContext) and runner.pool is not engine.target.pool
     assert graphs_of(runner).failure is None and drafter.num_setups > 0

@@ -398,20 +398,6 @@ def test_escape_closes_the_settings_and_does_not_stop_the_answer(open_page):
 # The race
 
 
-def test_no_box_of_a_race_is_empty(open_page):
-    page = open_page()
-    page.check("#race")
-    routes = held(page)
-    ask(page, "race")
-    page.locator(".placeholder.running").wait_for()
-    assert page.locator(".lane .message").all_inner_texts() == ["Thinking…", "Starts when Graft has finished."]
-    assert "The race is on" in page.locator(".verdict").inner_text()
-    page.keyboard.press("Escape")
-    wait_for_the_end(page)
-    assert page.locator(".lane .message").all_inner_texts() == ["No text.", "Not started."]
-    assert "was stopped" in page.locator(".verdict").inner_text() and len(routes) == 1
-
-
 def test_a_race_ends_with_a_headline_two_bars_and_the_same_text(open_page):
     page = open_page()
     page.check("#race")

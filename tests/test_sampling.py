@@ -22,6 +22,7 @@ from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING
 from proposers import Oracle, RandomTrees, tree_of
+from reference import splitmix
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]
@@ -294,14 +295,6 @@ def test_the_distribution_test_notices_a_biased_rule():
         token = torch.where(coin, child, token)
     counts = token.bincount(minlength=4)
     assert fit(counts, probability) < 1e-6
-
-
-def splitmix(x):
-    """The finalizer of SplitMix64 on numbers modulo 2^64, as its author published it."""
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-    return x ^ x >> 31
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 7), (-5, 4096), (2**61 + 3, 123_456)])

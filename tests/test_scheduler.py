@@ -575,16 +575,6 @@ def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(mod
     assert backs and asked[0].job not in backs
 
 
-def test_a_request_with_stop_strings_that_was_preempted_ends_where_it_would_have(model, schedule, monkeypatch):
-    scheduler, backs = unsettled(schedule, monkeypatch)
-    whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
-    options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
-    with undisturbed(scheduler):
-        young = [Asked(scheduler, "young", **options) for _ in range(3)]
-    assert [request.wait() for request in young] == [alone(model, "young", **options)] * 3
-    assert young[2].job in backs
-
-
 def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
     scheduler, _ = tight(schedule, model, monkeypatch)
     room = 10 * PAGE - scheduler.pages.slots_ahead
@@ -684,23 +674,3 @@ def test_a_cache_that_is_too_small_for_anything_is_refused():
         Scheduler(Engine(new_model(), byte_tokenizer()), SchedulerSettings(memory=1e-9))
     with pytest.raises(GraftError, match="memory must be a share"):
         SchedulerSettings(memory=85)
-
-
-# What is heard, and when
-
-
-def test_listeners_are_told_while_the_device_works_and_of_the_end_at_once(schedule, monkeypatch):
-    scheduler, order = schedule("off"), []
-    target = scheduler.engine.target
-    for name in ("step", "synchronize"):
-        function = getattr(target, name)
-
-        def note(*given, name=name, function=function):
-            order.append(name)
-            return function(*given)
-
-        monkeypatch.setattr(target, name, note)
-    asked = Asked(scheduler, "a", max_new_tokens=3, ignore_eos=True)
-    asked.job.listener = lambda news: (order.append(f"told {len(news.ids)}"), asked.news.put(news))
-    asked.wait()
-    assert order[-8:] == ["synchronize", "step", "told 1", "synchronize", "step", "told 1", "synchronize", "told 1"]

@@ -521,13 +521,6 @@ def test_off_means_off_wherever_it_is_written(tmp_path, word):
     assert not settings.page and loading == {"exact": False}
 
 
-def test_keys_are_told_apart_whatever_stands_around_them(tmp_path):
-    _, settings = gather({}, {"GRAFT_SERVE_API_KEYS": "one, another"}, None, ())
-    assert settings.api_keys == ("one", "another")
-    with pytest.raises(GraftError, match="space"):  # which no request could give
-        ServeSettings(api_keys=("one ",))
-
-
 def test_every_setting_has_its_flag():
     assert set(FLAGS) == set(SERVING)
 

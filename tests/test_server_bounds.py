@@ -5,7 +5,6 @@ import threading
 
 import httpx
 import pytest
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gates import PATIENCE, Gate
@@ -14,7 +13,6 @@ from graft.engine.jobs import BusyError, Job
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
-from graft.request.sequence import Sequence
 from graft.server import answers
 from graft.server.answers import TextAnswers
 from graft.server.grammar import Grammars, SchemasBusyError
@@ -23,7 +21,6 @@ from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeReques
 from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
 from served import CHAT, GREEDY, metric, new_engine, post, running
-from tiny import byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -105,25 +102,6 @@ def test_stop_strings_are_bounded(url):
     for stop in ("x" * 1025, ["x" * 1025]):
         assert "1024 characters" in message_of(post(url, prompt="x", stop=stop))
     assert post(url, prompt="x", stop=["x" * 1024], max_tokens=1).status_code == 200
-
-
-def test_log_probabilities_of_a_prompt_are_read_a_few_places_at_a_time(monkeypatch):
-    sizes, log_softmax = [], torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: (sizes.append(len(x)), log_softmax(x, dim=dim))[1])
-    ids = [i % 7 for i in range(600)]
-    sequence = Sequence(ids, SamplingSettings(max_new_tokens=1), (), byte_tokenizer())
-    sequence.num_prompt_logprobs = 2
-    logits = torch.randn(600, 11)
-
-    class Verified:
-        counts, index = [600], torch.arange(600)[None]
-
-    Verified.logits = logits
-    sequence.read_prompt(0, Verified)
-    assert sum(sizes) == 599 and max(sizes) <= 256
-    expected = log_softmax(logits, dim=1)[torch.arange(599), torch.tensor(ids[1:])]
-    assert [read.logprob for read in sequence.prompt_logprobs] == pytest.approx(expected.tolist(), abs=1e-5)
-    assert [read.token for read in sequence.prompt_logprobs] == ids[1:]
 
 
 def test_prompts_of_one_request_wait_as_one():

@@ -21,7 +21,6 @@ from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.tuning.profile import head_fingerprint
 from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
@@ -173,15 +172,6 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     assert backs
 
 
-def test_the_draft_models_kv_cache_counts_as_memory(model):
-    drafter = SmallModelDrafter(tiny_model(num_hidden_layers=2), VOCAB, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.generate(PROMPT, max_new_tokens=2)
-    stores = {store.bytes_per_token for store in engine.target.pool.stores}
-    assert stores == {engine.target.bytes_per_token(), drafter.bytes_per_token}
-    assert drafter.num_slots == 1 + TREE.depth * TREE.topk
-
-
 # Loading
 
 
@@ -243,12 +233,6 @@ def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(
     assert named == [name]
 
 
-def test_a_profile_is_of_one_draft_model(model, other):
-    drafters = [SmallModelDrafter(each, VOCAB, tree) for each in (model, other) for tree in (TREE, CHAIN)]
-    first, same, second, _ = map(head_fingerprint, drafters)
-    assert first == same != second
-
-
 def test_more_beams_than_tokens_are_refused(model):
     with pytest.raises(GraftError, match="topk is 62, but the draft model drafts from 61 tokens"):
         SmallModelDrafter(model, VOCAB, TreeSettings(topk=62))
@@ -275,17 +259,13 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
 
 def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     """With PyTorch in place of kernels. The draft model is the target itself: its keys and values are others'."""
-    from graft.model.cuda_graphs import CapturedTarget
-
-    class Small(CapturedTarget):
-        sizes = (4, 16, 128)
-        contexts = (128,)
+    from captured_parts import OneContext
 
     eager = SmallModelDrafter(model, VOCAB, TREE)
     trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
+    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", OneContext)
     drafter = SmallModelDrafter(model, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     drafter.warm_up(engine.target, 3)
