@@ -102,7 +102,7 @@ def test_methods_take_turns_prompt_by_prompt_and_each_begins_in_its_turn():
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_what_is_set_up_for_longer_texts_is_set_up_before_the_clock_runs(captures: bool):
+def test_captures_for_longer_texts_happen_before_the_clock_runs(captures: bool):
     class Capturing(Learner):
         num_setups = int(captures)
 
@@ -309,7 +309,7 @@ def test_without_pruning_every_pass_is_made_however_dear():
         assert ablated(what, pass_cost=50.0).answer([PROMPT], dear)[0].stats.draft_passes == passes
 
 
-def test_without_merging_what_several_propose_takes_several_places():
+def test_without_merging_equal_proposals_take_several_places():
     nodes = {what: ablated(what).answer([PROMPT], SIXTEEN)[0].stats for what in ("", "-without-merging")}
     per_round = {what: stats.nodes / stats.rounds for what, stats in nodes.items()}
     assert per_round["-without-merging"] < per_round[""]

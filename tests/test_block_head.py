@@ -166,7 +166,7 @@ def test_the_usual_layers_are_evenly_spread():
         default_target_layers(3, 2)
 
 
-def test_what_a_head_lacks_is_said():
+def test_an_error_names_what_a_head_lacks():
     head = make_head()
     hidden = hidden_of(head)
     with pytest.raises(GraftError, match="has marginals only"):

@@ -503,7 +503,7 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
         (["--answers", "there"], "give either --prompts or --answers"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+def test_wrong_training_options_are_one_line(graft, prompts, tmp_path, words, message):
     result = graft("train", "--prompts", prompts, "--out", str(tmp_path), *words)
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1
 

@@ -121,7 +121,7 @@ def test_no_fixed_budget_is_better_by_more_than_3_percent(machine, num_rows, kin
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_hopeless_text_costs_3_percent_of_400_rounds_from_the_first_on(machine, num_rows):
+def test_a_hopeless_text_costs_at_most_3_percent_of_its_first_400_rounds(machine, num_rows):
     seconds, sizes, device = MACHINES[machine]
     simulation = Simulation(seconds, HOPELESS, num_rows, sizes, device)
     assert simulation.run(400) >= 0.97 * Simulation(seconds, HOPELESS, num_rows).run(10, fixed=0)
@@ -138,7 +138,7 @@ class UnevenText(Simulation):
         return 9e-4 if looks else 5e-5
 
 
-def test_rounds_that_find_nothing_do_not_end_looks_that_usually_pay():
+def test_empty_rounds_do_not_stop_retrieval_that_usually_pays():
     def seconds(num_tokens):
         return gpu(num_tokens) / 4
 
@@ -192,7 +192,7 @@ def test_places_that_are_padded_anyway_cost_nothing():
     assert budget.max_nodes(20, num_prefill_tokens=40) == 512 - 60
 
 
-def test_what_nodes_cost_is_in_the_tokens_that_their_time_usually_brings():
+def test_node_costs_are_counted_in_tokens_of_the_usual_rate():
     budget = Budget(StepCost(GRID, lambda size: float(size)), 0, 0.0)
     budget.restart(is_calibrated=True)
     budget.step.observe(16, 1.0)
@@ -213,7 +213,7 @@ def test_before_anything_is_known_steps_have_the_usual_shape_of_their_device():
     assert fast.seconds(1024) == pytest.approx(2 * fast.seconds(512)), "beyond all sizes in proportion"
 
 
-def test_a_size_that_was_not_tried_is_as_far_off_as_its_neighbours():
+def test_an_untried_step_size_is_corrected_like_its_neighbours():
     step = StepCost(GRID, lambda size: float(size))
     for _ in range(50):
         for size, factor in ((1, 1.0), (16, 2.0)):
@@ -245,7 +245,7 @@ def test_a_first_plain_step_that_was_a_hiccup_is_forgotten():
     assert step.is_sure and step.seconds(1) == pytest.approx(0.1, rel=0.1)
 
 
-def test_retrieval_of_which_nothing_is_known_is_doubted_until_some_of_it_came_true():
+def test_uncalibrated_retrieval_counts_half_until_some_of_it_was_accepted():
     cold, known, drafting = (Budget(StepCost((), usual_shape("cpu")), passes, 0.0) for passes in (0, 0, 3))
     known.restart(is_calibrated=True)
     for budget in (cold, known, drafting):
@@ -336,7 +336,7 @@ def test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams():
     assert PassGains(0).of_further(0, 1.0) == []
 
 
-def test_what_passes_bring_is_learned():
+def test_gains_of_draft_passes_are_learned():
     passes = PassGains(3)
     for _ in range(300):
         passes.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
@@ -358,7 +358,7 @@ def test_passes_given_up_are_tried_again_in_time():
     assert rounds > 100, "but not at once"
 
 
-def test_what_passes_bring_is_restored_from_its_state_and_from_nothing():
+def test_gains_of_draft_passes_are_restored_from_a_state_and_reset():
     passes, other = PassGains(2), PassGains(2)
     passes.observe([1.0, 0.4], [0.0, 0.2, 0.3])
     other.restore(passes.state())

@@ -451,7 +451,7 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
 
 
-def test_what_kernels_look_at_early_is_written_before_a_kernel_that_waits_for_all(plain, monkeypatch):
+def test_inputs_of_overlapping_kernels_are_written_before_a_full_barrier(plain, monkeypatch):
     made = []
 
     def note(module, name):
@@ -510,7 +510,7 @@ def test_a_model_that_is_exact_no_longer_is_refused_until_it_is_again(plain):
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
 
 
-def test_what_cannot_be_captured_is_an_error_where_exact_is_asked_for(plain, monkeypatch):
+def test_exact_steps_that_cannot_be_captured_are_an_error(plain, monkeypatch):
     engine = Engine(model_of("llama", **EXACT), policy="off", exact=True)
     with monkeypatch.context() as failing:
         failing.setattr(Captures, "capture", raising(RuntimeError("operation not permitted")))
@@ -608,7 +608,7 @@ def test_exact_off_a_gpu_is_refused():
 
 
 @pytest.mark.parametrize("where", ["kernels", "capture"])
-def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain, monkeypatch):
+def test_steps_fall_back_to_eager_with_one_warning(where, plain, monkeypatch):
     model = model_of("llama")
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
 

@@ -292,7 +292,7 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monkeypatch, model):
+def test_drafting_falls_back_to_eager_passes_with_one_warning(plain, monkeypatch, model):
     def fail(*given):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

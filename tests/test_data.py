@@ -18,7 +18,7 @@ def test_a_row_is_a_prompt_or_the_first_of_its_turns(tmp_path):
     assert read_prompts(path) == [Prompt("1", "one"), Prompt("7", "two")]
 
 
-def test_nothing_behind_the_limit_is_looked_at(tmp_path):
+def test_lines_after_the_limit_are_not_read(tmp_path):
     path = written(tmp_path, b'{"prompt": "one"}\n{"prompt": "two"}\nnot JSON\n')
     assert [prompt.text for prompt in read_prompts(path, limit=2)] == ["one", "two"]
 

@@ -314,6 +314,6 @@ def json_order(out):
         (["--kind", "treeflash", "--measured", "9"], "--measured does not apply to --kind treeflash"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+def test_wrong_options_for_a_depth_pruned_model_are_one_line(graft, prompts, tmp_path, words, message):
     result = graft("train", "--prompts", prompts, "--out", str(tmp_path), "--kind", "depth-pruned", *words)
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1

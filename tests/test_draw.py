@@ -138,7 +138,7 @@ def test_greedy_drawn_and_truncated_rows_share_a_step_and_each_has_its_bias(smal
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_of_logits_that_are_no_numbers_a_token_of_the_vocabulary_is_chosen(small):
+def test_nan_logits_still_give_a_token_of_the_vocabulary(small):
     logits = torch.randn(6, 300)
     logits[0] = torch.nan
     logits[1, 7] = torch.nan

@@ -257,7 +257,7 @@ def test_answers_end_where_the_model_ends_them_and_at_the_end_of_its_context():
         estimate_exits(model, [PROMPT + answer], [2])
 
 
-def test_where_no_layer_pays_the_cheapest_is_not_taken_but_the_one_that_comes_closest(model, monkeypatch):
+def test_if_no_exit_layer_pays_the_one_that_comes_closest_is_taken(model, monkeypatch):
     # Measured with smollm2-135m, which was not trained for early exit.
     measured = [ExitEstimate(4, 0.03, 0.32), ExitEstimate(15, 0.08, 0.61), ExitEstimate(26, 0.44, 0.89)]
     assert max(measured, key=lambda each: each.speed).layer == 4, "the least slow"

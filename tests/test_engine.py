@@ -84,7 +84,7 @@ def test_a_stop_string_ends_no_answer_before_min_tokens(byte_model, min_tokens):
         assert result.ids == [letter] * max(min_tokens, 2) and result.finish_reason == "stop"
 
 
-def test_nothing_behind_a_stop_string_has_a_log_probability(byte_model):
+def test_log_probabilities_end_at_the_stop_string(byte_model):
     free = answer_of(byte_model, max_new_tokens=24)
     for start in range(3, 9):
         engine = speculating(byte_model, free.ids)
@@ -197,7 +197,7 @@ def test_token_ids_may_come_in_any_shape_of_one_row(byte_model, prompt):
     assert ids == [3, 4, 5] and {type(token) for token in ids} == {int}
 
 
-def test_a_tokenizer_of_another_model_is_noticed():
+def test_a_tokenizer_of_another_model_is_refused():
     with pytest.raises(GraftError, match="no token id of this model"):
         Engine(tiny_model(), byte_tokenizer()).generate("ÿ")
 

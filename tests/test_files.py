@@ -62,7 +62,7 @@ def test_two_writers_at_once_do_not_mix(tmp_path):
     assert os.listdir(tmp_path) == ["facts.json"]
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
     path = tmp_path / "facts.json"
     killed_while_writing(path)
     assert not path.exists() and len(os.listdir(tmp_path)) == 1

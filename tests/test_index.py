@@ -83,7 +83,7 @@ def test_ids_outside_the_vocabulary_match_nothing(tmp_path):
     assert store.continuations([2**40, *ids("ab")], 3, 4).length == 2
 
 
-def test_of_many_occurrences_a_sample_tells_the_shares(tmp_path):
+def test_many_occurrences_are_sampled(tmp_path):
     # What stands before an occurrence decides its place, so it varies here independently of what follows.
     documents = [f"{LETTERS[i % 15]}{LETTERS[i // 15 % 15]}xy{'p' if i % 4 else 'q'}" for i in range(4000)]
     match = build(tmp_path, documents).continuations(ids("xy"), 2, 4)

@@ -449,7 +449,7 @@ def test_blocks_that_cross_pages_are_refused():
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), in_both([64, 80, 96, 128, 256], quick=[80, 128]), ids=str)
-def test_head_dims(head_dim, dtype):
+def test_attention_is_right_for_every_head_dim(head_dim, dtype):
     check(Problem.random([21, 40], width=2, head_dim=head_dim, dtype=dtype))
 
 
@@ -498,7 +498,7 @@ def test_room_for_a_longer_context_changes_nothing():
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_what_is_left_in_the_scratch_changes_nothing(window):
+def test_leftovers_in_scratch_memory_change_nothing(window):
     problem = Problem.make([3, 70], [chain(60), some_tree(5)])
     size = scratch_size(problem.layout(), *problem.query.shape[1:], SMALL)
     first, second = (
@@ -598,7 +598,7 @@ def test_paths_are_laid_out_where_trees_branch_and_nothing_is_written_elsewhere(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_turning_and_storing(normed):
+def test_rotated_keys_and_values_are_stored_like_pytorch_does(normed):
     """Ragged rows, a head dimension that is no power of two, and a position past the tables."""
     torch.manual_seed(0)
     heads, kv_heads, head_dim = 5, 3, 12
@@ -619,7 +619,7 @@ def test_turning_and_storing(normed):
     assert int((results[1][1] != keys).any(dim=2).any(dim=1).sum()) == len(qkv), "each token has a slot of its own"
 
 
-def test_storing_without_queries_in_several_layers_at_once():
+def test_several_layers_store_keys_and_values_without_queries():
     torch.manual_seed(0)
     layers, kv_heads, head_dim = 2, 3, 12
     problem = Problem.make([62, 3], [chain(3), chain(2)], kv_heads=kv_heads, head_dim=head_dim)
@@ -657,7 +657,7 @@ def test_a_block_that_sees_all_of_itself(width):
     torch.testing.assert_close(out, torch.cat(expected))
 
 
-def test_adding_and_norm():
+def test_residual_add_and_rms_norm_match_pytorch():
     torch.manual_seed(0)
     stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
     for more in (delta, None):
@@ -666,7 +666,7 @@ def test_adding_and_norm():
         torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
 
 
-def test_activation():
+def test_silu_and_product_match_pytorch():
     gate_up = torch.randn(2, 2 * 37)
     torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
 
@@ -845,7 +845,7 @@ def test_products_need_sizes_of_multiples_of_64():
 
 
 @pytest.mark.parametrize(("vocab_size", "k"), [(5, 4), (1024, 4), (2500, 4), (60, 20)])
-def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size, k):
+def test_top_k_is_ordered_and_the_first_of_equal_values_wins(vocab_size, k):
     torch.manual_seed(0)
     logits = torch.randn(3, vocab_size).round(decimals=1).to(DEVICE)  # many are equal
     logits[1] = -torch.inf
@@ -861,7 +861,7 @@ def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size, k):
 
 
 @pytest.mark.parametrize("keeps_normed", [False, True])
-def test_entries_of_the_head(keeps_normed):
+def test_inputs_of_the_eagle3_layer_match_pytorch(keeps_normed):
     torch.manual_seed(0)
     embedding, hidden, norms = torch.randn(9, 12), torch.randn(6, 12), torch.randn(2, 12)
     tokens, origins = torch.tensor([1, 8, 0, 3]), torch.tensor([2, 0, 4, 4], dtype=torch.int32)
@@ -873,7 +873,7 @@ def test_entries_of_the_head(keeps_normed):
         torch.testing.assert_close(ours, expected)
 
 
-def test_children_of_slots():
+def test_children_of_block_slots_match_pytorch():
     torch.manual_seed(0)
     batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
     logits = torch.randn(batch, num_slots, num_parents, num_candidates)
@@ -885,7 +885,7 @@ def test_children_of_slots():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_of_nan_a_token_of_the_vocabulary_is_chosen():
+def test_nan_drafts_are_tokens_of_the_vocabulary():
     """A wrong draft costs nothing; a token that does not exist would end the process."""
     nan = torch.full((2, 1030), torch.nan, device=DEVICE)
     tokens, _, _ = topk_kernels.highest(nan, 3)
@@ -895,7 +895,7 @@ def test_of_nan_a_token_of_the_vocabulary_is_chosen():
     assert bool(((found >= 100) & (found < 106)).all())
 
 
-def test_slots_of_blocks():
+def test_block_slots_hold_the_root_and_masks():
     embedding, mask, roots = torch.randn(9, 12), torch.randn(12), torch.tensor([8, 0, 3], dtype=torch.int32)
     ours = block_kernels.slots(*(part.to(DEVICE) for part in (roots, embedding, mask)), 4)
     assert torch.equal(ours.cpu(), plain_kernels.slots(roots, embedding, mask, 4))
@@ -903,7 +903,7 @@ def test_slots_of_blocks():
 
 
 @pytest.mark.parametrize("room", [2, 8])
-def test_a_device_goes_down_trees_as_the_walk_does(room):
+def test_the_walk_kernel_accepts_what_the_plain_walk_accepts(room):
     """Rows of several sizes, one of no tokens, and behind them a part of a prompt, which is no tree."""
     rng = random.Random(0)
     sizes = [12, 1, 12, 0, 9, 12, 30]
@@ -924,7 +924,7 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
     assert counts[1] == 1 and counts[3] == 0 and (max(counts) == 2 if room == 2 else max(counts) > 2)
 
 
-def test_a_tree_of_128_tokens_is_gone_down_to_its_end():
+def test_the_walk_kernel_reaches_the_end_of_a_tree_of_128_tokens():
     tokens, parents, chosen = ints(list(range(128))), ints(chain(128)), torch.arange(1, 129, device=DEVICE)
     counts, lengths, roots, following, nodes = ints([0]), ints([0]), ints([0]), ints([[0] * 128]), ints([[0] * 128])
     written = (counts, lengths, roots, following, nodes)
@@ -942,7 +942,7 @@ def test_fewer_beams_lie_together_in_the_memory_of_more():
 
 
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
-def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
+def test_beam_expansion_matches_pytorch_pass_by_pass(topk, keep):
     rows, passes, vocab = 2, 3, 20
     beams = [eagle3_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
     levels = [

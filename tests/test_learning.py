@@ -194,7 +194,7 @@ def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(*[st.integers(0, 3)] * 5), min_size=1, max_size=12), st.integers(0, 3))
-def test_however_few_rows_there_are_a_table_gives_only_what_was_said_of_the_same_ngram(order, said, bits):
+def test_a_small_table_never_returns_another_ngrams_prediction(order, said, bits):
     """Of the n-grams on one row the last judged has it; the others are cold, not mistaken for it."""
     table = SuccessorTable(order, 1 << bits)
     last = {}

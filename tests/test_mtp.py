@@ -275,7 +275,7 @@ EXPERT = LAYER + "mlp.experts.2.up_proj.weight"
         ),
     ],
 )
-def test_what_is_wrong_with_the_weights_is_said_in_one_line(name, change, message, checkpoints, tmp_path):
+def test_wrong_mtp_weights_are_named_in_one_line(name, change, message, checkpoints, tmp_path):
     model = checkpoints["glm4_moe"].model()
     tensors = load_file(f"{checkpoints['glm4_moe'].folder}/model.safetensors")
     tensors.pop(name, None)

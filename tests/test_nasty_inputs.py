@@ -185,7 +185,7 @@ def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(model_folde
     assert b"\\u" in screen.getvalue() or b"\\x" in screen.getvalue()
 
 
-def test_what_was_refused_once_and_means_something_is_taken(engine, model, tmp_path, model_folder):
+def test_unusual_but_meaningful_inputs_are_accepted(engine, model, tmp_path, model_folder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     whole = engine.generate(engine.user_message("hi"), max_new_tokens=6)
     assert engine.generate(parts, max_new_tokens=6).ids == whole.ids

@@ -538,7 +538,7 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, executab
 # What cannot be
 
 
-def test_what_is_out_of_range_is_refused():
+def test_indices_out_of_range_are_refused():
     candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
     one = torch.ones(1, 1, dtype=torch.int64)
     with pytest.raises(IndexError):
@@ -552,7 +552,7 @@ def test_what_is_out_of_range_is_refused():
     assert candidates.width == 1
 
 
-def test_no_nodes_are_worth_nothing():
+def test_the_value_of_no_nodes_is_zero():
     """A count of 0 has no last node."""
     candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
     one = torch.ones(1, 1, dtype=torch.int64)

@@ -499,7 +499,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
         assert found[name].out == ("" if start == "error: " else expected)
 
 
-def test_the_commands_take_it(graft, folders, tmp_path):
+def test_generate_and_bench_take_a_model_with_another_tokenizer(graft, folders, tmp_path):
     names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
     plain = graft("generate", "the dog", "--max-new-tokens", "6", *names[:2], "--policy", "off")
     assert graft("generate", "the dog", "--max-new-tokens", "6", *names, "--budget", "7").out == plain.out

@@ -690,7 +690,7 @@ def test_conversations_are_kept_in_the_browser_and_one_click_forgets_them(browse
     context.close()
 
 
-def test_what_cannot_be_kept_makes_room_and_damaged_chats_are_left_out(open_page):
+def test_a_full_browser_storage_drops_the_oldest_chat_and_damaged_chats_are_ignored(open_page):
     page = open_page()
     answering(page, a_tree("old"))
     ask(page, "old?")
@@ -753,7 +753,7 @@ def test_everything_has_a_name_and_can_be_reached_by_keyboard(open_page):
     assert page.evaluate(page_of) == "system", "an open box comes right after its button"
 
 
-def test_what_is_read_out_are_sentences(open_page):
+def test_screen_readers_get_whole_sentences(open_page):
     page = open_page()
     assert page.locator("[aria-live], [role=log]").count() == 1
     answering(page, *in_pieces("It is **blue**. Light scatters! And so on", size=2))

@@ -190,7 +190,7 @@ def test_kept_part_that_was_damaged_is_fetched_again(tiny, index):
     assert index.asked == [1, 3]
 
 
-def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny, monkeypatch):
+def test_the_next_pull_removes_what_a_killed_one_left(tiny, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("graft.hub.convert.convert_gguf", lambda *args: time.sleep(60))
         victim = fork.Process(target=pull, args=(tiny,))

@@ -51,7 +51,7 @@ def test_every_policy_replays_to_the_end_of_the_answer(recorded, name):
         assert replay(policy, trace).tokens == len(trace.answer)
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
+def test_a_file_that_holds_no_trace_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"nonsense")
     with pytest.raises(GraftError, match="cannot be read as traces"):

@@ -89,7 +89,7 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
         assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
 
 
-def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts(model, schedule):
+def test_pages_read_without_the_drafter_do_not_serve_requests_that_draft(model, schedule):
     """Its kept pages hold nothing of the drafter's, which would propose from nowhere."""
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -136,7 +136,7 @@ def test_kept_pages_are_never_read_under_another_salt(schedule):
     assert scheduler.pool.num_prefix_hits == cached[2]
 
 
-def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
+def test_a_prefix_that_another_request_is_reading_is_waited_for(model, schedule):
     scheduler = schedule(max_batched_tokens=64)
     beginning = "It was a dark and stormy night. " * 12
     with undisturbed(scheduler):  # all of them before the first is taken in
@@ -310,7 +310,7 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
         (Policy, "finish"),
     ],
 )
-def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
+def test_a_failure_while_a_row_leaves_harms_no_request(model, schedule, monkeypatch, part):
     scheduler = schedule("dense", Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)))
     gate = Gate(scheduler.engine.target, num_free=0)
     others = [Asked(scheduler, f"abc {number}" * 20, **LONG) for number in range(2)]
@@ -340,7 +340,7 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
     assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
 
 
-def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, monkeypatch):
+def test_submit_and_cancel_do_not_block_while_a_row_is_opened(model, schedule, monkeypatch):
     scheduler = schedule()
     opened, may_go_on, open_with_prefix = threading.Event(), threading.Event(), scheduler.pool.open_with_prefix
 
@@ -645,7 +645,7 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
         assert pool.num_prefix_tokens <= kept
 
 
-def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
+def test_the_kv_cache_takes_at_most_its_share_and_the_free_memory_of_a_gpu():
     from graft.engine.memory import _room
 
     gib = 1 << 30

@@ -158,7 +158,7 @@ def test_statistics_and_rounds_come_along(url):
     assert "rounds" not in post(url, prompt="abc", **GREEDY).json()["choices"][0]
 
 
-def test_small_endpoints(url, client):
+def test_models_tokenize_health_and_version_endpoints(url, client):
     assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     tokens = post(url, "/tokenize", prompt="grün").json()
     assert tokens["count"] == 5 == len(tokens["tokens"])
@@ -370,7 +370,7 @@ def test_a_server_that_stops_lets_requests_end(monkeypatch):
         ("off", [True, False, False]),
     ],
 )
-def test_what_is_kept_of_texts_is_shared_as_told(learning, shared_with):
+def test_the_prefix_cache_is_shared_as_the_learning_setting_says(learning, shared_with):
     """Keys and values that were kept: by the same key and user, another user, another key."""
     with running(learning=learning, api_keys=("a", "b")) as url:
 

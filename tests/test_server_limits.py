@@ -337,7 +337,7 @@ def test_it_is_alive_before_it_is_ready():
         assert post(url, prompt="x", **GREEDY).status_code == 200
 
 
-def test_what_takes_too_long_when_the_server_stops_is_told_so(errors, monkeypatch):
+def test_requests_cut_off_at_shutdown_get_an_error(errors, monkeypatch):
     """Decoding is held until the server has begun to stop."""
     monkeypatch.setattr("graft.server.connection.GRACE", PATIENCE)  # clients may be slow here
     close = Scheduler.close

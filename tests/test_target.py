@@ -97,7 +97,7 @@ def test_sequences_verified_together_give_what_they_give_alone(name):
         assert [g.ids for g in together] == expected
 
 
-def test_what_was_verified_but_not_committed_leaves_no_trace():
+def test_verified_tokens_that_are_not_committed_leave_no_trace():
     target = TargetRunner(tiny_model("mistral"))
     plain = DraftTree.roots(torch.tensor([4]))
     cache = target.open(1, 64)

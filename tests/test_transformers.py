@@ -260,7 +260,7 @@ def test_a_model_whose_weights_change_between_calls_gives_generates_text():
                 parameter.mul_(-1.5)
 
 
-def test_what_is_set_up_in_a_first_sampled_call_draws_nothing_from_torchs_generator():
+def test_setting_up_an_engine_draws_nothing_from_torchs_generator():
     model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": True}
     given = {"custom_generate": graft.decode, "draft": tiny_model(num_hidden_layers=1), "policy": "dense"}
     torch.manual_seed(3)
