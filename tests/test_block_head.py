@@ -182,19 +182,10 @@ def test_an_error_names_what_a_head_lacks():
         bare.marginals(hidden)
 
 
-BAD_CONFIGS = [
-    ({"block_size": 1}, "a block of one slot has the root only: block_size must be at least 2"),
-    ({"block_size": 0}, "block_size must be a positive whole number, not 0"),
-    ({"mask_token_id": 37}, "mask_token_id 37 is not one of the target's 37 tokens"),
-    ({"mask_token_id": None}, "mask_token_id None is not one of the target's 37 tokens"),
+BAD_CONFIGS = [  # that no file can hold: those of files are in test_block_checkpoint.py
     ({"causal": ()}, "a head has at least one layer"),
     ({"windows": (3,)}, "1 windows for 2 layers: there must be one for each"),
     ({"windows": (3, 0)}, "sliding_window must be a positive whole number, not 0"),
-    ({"draft_vocab_size": 10}, "a head with a draft vocabulary or width of its own needs an lm_head of its own"),
-    ({"hidden_size": 12, "own_embedding": True}, "needs an lm_head of its own"),
-    ({"markov": "plain", "markov_rank": 3}, "markov_head_type 'plain' is not one of vanilla, gated, rnn"),
-    ({"markov": "vanilla"}, "markov_rank must be a positive whole number, not 0"),
-    ({"confidence": True, "confidence_with_markov": True}, "needs a Markov head, but markov_rank is 0"),
     ({"markov": "rnn", "markov_rank": 2, "conditional": True}, "a head is Markov or conditional, not both"),
     ({"num_target_layers": 0}, "num_target_layers must be a positive whole number, not 0"),
 ]

@@ -156,13 +156,6 @@ def test_when_texts_change_the_budget_follows_within_100_rounds(num_rows, before
     assert simulation.run(100) >= 0.95 * best_fixed(gpu, after, num_rows)
 
 
-def test_when_the_number_of_rows_changes_the_budget_follows_at_once():
-    simulation = Simulation(gpu, GOOD, 64)
-    simulation.run(200)
-    simulation.num_rows = 1
-    assert simulation.run(100) >= 0.95 * best_fixed(gpu, GOOD, 1)
-
-
 def test_a_busy_machine_is_forgotten_within_seconds():
     """All steps took three times as long for a while; soon after, the same nodes are chosen as before."""
     simulation = Simulation(gpu, FAIR, 16)
@@ -234,15 +227,6 @@ def test_a_size_that_once_was_slow_is_tried_again():
         rounds += 1
         assert rounds < 600
     assert rounds > 50, "but not at once"
-
-
-def test_a_first_plain_step_that_was_a_hiccup_is_forgotten():
-    step = StepCost((), usual_shape("cpu"))
-    step.observe(1, 0.5)
-    assert step.is_known and not step.is_sure, "nothing is tried on the strength of one step"
-    for _ in range(2):
-        step.observe(1, 0.1)
-    assert step.is_sure and step.seconds(1) == pytest.approx(0.1, rel=0.1)
 
 
 def test_uncalibrated_retrieval_counts_half_until_some_of_it_was_accepted():

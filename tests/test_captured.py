@@ -345,26 +345,6 @@ def test_larger_steps_get_larger_buffers(plain, monkeypatch):
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
 
 
-def test_prompts_are_read_by_graphs_several_in_a_step(plain):
-    model = model_of("llama", num_hidden_layers=4)
-    ordinary, ours = TargetRunner(model, (1, 3)), Small(model, (1, 3))
-    for prompt in (PROMPT, PROMPT[::-1] * 2, PROMPT[:3], [*PROMPT, 7, 8]):
-        caches = [target.open(2, 64) for target in (ordinary, ours)]
-        for start in range(0, len(prompt), 5):
-            parts = (prompt[start : start + 5], prompt[::-1][start : start + 5])
-            read = []
-            for target, cache in zip((ordinary, ours), caches, strict=True):
-                read.append(target.step(None, None, [Chunk(*each) for each in zip(cache.rows, parts, strict=True)])[1])
-            for expected, got in zip(*read, strict=True):
-                assert torch.equal(got.tokens, expected.tokens)
-                torch.testing.assert_close(logits_of(got), logits_of(expected), atol=1e-4, rtol=1e-4)
-                hidden = (each.hidden[each.index] for each in (got, expected))
-                torch.testing.assert_close(*hidden, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(got.likeliest(), expected.likeliest(), atol=1e-4, rtol=1e-4)
-            assert caches[1].lengths == caches[0].lengths
-    assert sizes_of(ours) == {4, 8, 16}
-
-
 def test_a_step_of_trees_and_prompts_has_the_numbers_of_two_steps(plain):
     """In any order of rows, with rows that are in no step, and padding."""
     model = model_of("llama", num_hidden_layers=4)

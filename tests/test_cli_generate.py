@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import fields
 from typing import get_args
 
@@ -42,13 +41,6 @@ def test_answer_is_that_of_the_library(graft_tiny, engine):
 def test_raw_continues_the_text_as_it_is(graft_tiny, engine):
     expected = engine.generate("hi", max_new_tokens=8).text
     assert graft_tiny("generate", "hi", "--raw").out == expected + "\n"
-
-
-def test_model_without_chat_template_continues_the_text(graft, model_folder, engine, tmp_path):
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    (folder / "chat_template.jinja").unlink()
-    expected = engine.generate("hi", max_new_tokens=8).text
-    assert graft("generate", "hi", "--model", str(folder), "--max-new-tokens", "8").out == expected + "\n"
 
 
 @pytest.mark.parametrize("words", [["generate"], ["generate", "-"]])
@@ -155,12 +147,6 @@ def test_unknown_option_is_refused(verb, graft):
     result = graft(verb, "--temprature", "1")
     assert result.status == 2
     assert "--temprature" in result.err
-
-
-def test_stdin_that_is_not_utf8_is_refused(graft_tiny):
-    result = graft_tiny("generate", stdin=b"gr\xfc\xdfe")
-    assert result.status == 2
-    assert result.err == "error: stdin is not UTF-8 text (invalid start byte at byte 2)\n"
 
 
 @pytest.mark.parametrize("words", [[], [""], ["--raw"]])

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graft.hub.convert import convert_gguf
-from graft.hub.gguf_header import checked_header
 from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, readable_size
 from graft.tuning.drafters import full_name, is_here
@@ -225,13 +224,3 @@ def test_a_cut_or_damaged_gguf_file_is_one_line_before_any_conversion_and_leaves
     assert result.status == 2 and result.err.startswith(f"error: {file} ") and words in result.err
     assert len(result.err.splitlines()) == 1
     assert not list((tmp_path / "home" / "models").iterdir())
-
-
-def test_the_header_tells_the_length_of_a_file_to_the_byte(tmp_path):
-    file = tmp_path / "tiny.gguf"
-    write_gguf(file)
-    reader = gguf.GGUFReader(file)
-    ends = [int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors]
-    header = checked_header(file)
-    assert header.num_bytes == max(ends) <= file.stat().st_size
-    assert header.num_weights == sum(int(tensor.n_elements) for tensor in reader.tensors)

@@ -50,11 +50,6 @@ def test_missing_file_and_folder_are_named(tmp_path):
         read_prompts(tmp_path)
 
 
-def test_limit_of_zero_is_refused(tmp_path):
-    with pytest.raises(GraftError, match="limit must be at least 1"):
-        read_prompts(written(tmp_path, b'{"prompt": "one"}'), limit=0)
-
-
 def test_text_is_put_as_a_message_only_where_there_is_a_chat_template():
     tokenizer = byte_tokenizer()
     user = {"role": "user", "content": "hi"}

@@ -383,13 +383,6 @@ def mixed(width):
     return Problem.make([70, 130, 0, 33], [some_tree(6), chain(width), chain(5), some_tree(3)], padding=2)
 
 
-@pytest.mark.parametrize(("width", "window"), [(70, None), (20, 40)])
-def test_prompts_trees_and_padding_stand_in_one_step(width, window):
-    """Of the long prompt, the tokens around borders of tiles, blocks, splits and pages."""
-    prompt = [6 + place for place in (0, 7, 8, 13, 14, 15, 29, 30, 61, 62, 69) if place < width]
-    check(mixed(width), window, tokens=[*range(6), *prompt, *range(6 + width, 14 + width)])
-
-
 def test_few_programs_do_all_items_of_a_plan(monkeypatch):
     problem = mixed(20)
     expected = problem.attend()
@@ -535,13 +528,6 @@ def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_pla
         out = model_attention._by_kernels(query, *stored, step, model_attention.Scores(window=40))
     assert torch.equal(out.flatten(2)[0], expected) and out.shape == (1, len(problem.query), 2, 16)
     assert len(made) == 1
-
-
-@pytest.mark.parametrize("borders", [(30, 64, 64), (32, 64, 40), (48, 64, 64)])
-def test_splits_that_do_not_fit_blocks_are_refused(borders):
-    short, border, long = borders
-    with pytest.raises(ValueError, match="must be multiples of 16 keys"):
-        Tiles(keys=16, short_split=short, border=border, long_split=long)
 
 
 @pytest.mark.parametrize("num_positions", [1, 31, 32, 33, 63, 64, 65, 112, 113, 300])

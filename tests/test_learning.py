@@ -295,32 +295,6 @@ def test_tables_propose_by_the_longest_known_ngram():
     assert sources == ["trigram", "bigram", "adjacency", "adjacency", "bigram"]
 
 
-def test_tables_continue_what_others_proposed_row_by_row():
-    made = recall(waves=2)
-    made.learn(judged([(5, 50, 51)], [52]))
-    histories = [words(4, 5), words(4, 51)]
-    candidates = pool_for(*histories)
-    draft(candidates, [50, 51])
-    one, two = proposed(made, candidates, *histories)
-    assert made.names[one[(50, 51, 52)][0]] == "trigram", "5 50 51 comes true if what was drafted does"
-    assert made.names[two[(52,)][0]] == "adjacency"
-    assert not any(path[:1] == (50,) for path in two)
-
-
-def test_tables_propose_no_deeper_than_asked_and_look_up_no_node_twice():
-    made = recall(waves=3)
-    made.learn(judged([(4, 5, 50), (5, 50, 51), (50, 51, 52)], [51, 52, 53]))
-    history = words(4, 5)
-    candidates = pool_for(history)
-    draft(candidates, [50, 51])
-    (found,) = proposed(made, candidates, history, max_depth=2)
-    assert (50, 51) in found
-    nodes = candidates.nodes
-    edges = list(zip(nodes.parents[0].tolist(), nodes.tokens[0].tolist(), strict=True))
-    new = [edge for edge, path in zip(edges[3:], nodes.paths[0, 3:], strict=True) if path > 0]
-    assert len(new) == len(set(new)) == NUM_SUCCESSORS, "the second has been as deep as asked, the others are unknown"
-
-
 def test_tables_propose_only_under_a_texts_own_salt():
     made = NgramTables(VOCAB, isolated=True)
     made.learn(judged([(1, 2, 5)], [20], salt=1))
@@ -358,13 +332,6 @@ def test_a_longer_match_and_more_agreement_are_better_evidence():
     prior = SuffixLookup.prior[0]
     assert prior[score_bucket[0]] > prior[score_bucket[1]] and prior[score_bucket[0]] > prior[score_bucket[2]]
     assert score_bucket[2] == rows[2][(6,)][1]
-
-
-def test_without_a_match_nothing_is_proposed_nor_for_a_text_of_one_token():
-    histories = [words(1, 2, 3, 4), words(7)]
-    candidates = pool_for(*histories)
-    assert proposed(SuffixLookup(), candidates, *histories) == [{}, {}]
-    assert candidates.width == 1
 
 
 def owned(owner, *ids):
@@ -406,17 +373,6 @@ def test_answers_to_one_prompt_are_looked_up_in_each_other_while_they_grow():
     assert alone == [{}], "those that are not decoded any more are no longer there"
 
 
-def test_a_group_is_not_looked_up_in_its_prompt_and_a_longer_match_of_finished_texts_comes_first():
-    lookup, prompt = SuffixLookup(), [5, 1, 2, 9]
-    one, two = grouped(1, None, *prompt[1:], 5, 1, 2), grouped(1, None, *prompt[1:], 6)
-    (found, _) = proposed(lookup, pool_for(one, two), one, two)
-    assert {lookup.names[source] for source, _ in found.values()} == {"suffix"}, "what both have, it has itself"
-    lookup.finish(words(4, 5, 1, 2, 70))
-    two.ids += [1, 2, 80]
-    (found, _) = proposed(lookup, pool_for(one, two), one, two, max_depth=1)
-    assert (70,) in found and (80,) not in found
-
-
 @pytest.mark.parametrize(("owner", "is_seen"), [(None, False), (3, True)])
 def test_where_texts_are_isolated_a_group_needs_an_owner(owner, is_seen):
     histories = [grouped(1, owner, 7, 8, 9, 1, 2), grouped(1, owner, 7, 8, 9, 1, 2, 30)]
@@ -456,19 +412,6 @@ def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_s
     assert set(proposed(other, pool_for(history), history, max_depth=2)[0]) == {(3,), (3, 1)}
 
 
-def test_drafted_nodes_are_looked_up_as_if_they_had_come():
-    history = words(1, 2, 3, 9, 1)
-    candidates = pool_for(history, words(4, 5))
-    draft(candidates, [2, 3])
-    one, two = proposed(SuffixLookup(), candidates, history, words(4, 5), max_depth=4)
-    assert {(2, 3), (2, 3, 9), (2, 3, 9, 1)} <= set(one)
-    assert two == {}
-    candidates = pool_for(history)
-    draft(candidates, [2, 3])
-    (found,) = proposed(SuffixLookup(), candidates, history, max_depth=2)
-    assert set(found) == {(2, 3)}, "not below what is as deep as it may be"
-
-
 # Calibration
 
 
@@ -499,16 +442,6 @@ def test_calibration_follows_a_source_that_gets_better():
             calibration.observe(candidates, [[token]])
         seen.append(calibration.probability(torch.tensor([1]), torch.tensor([0])).item())
     assert seen == pytest.approx([0.0, 1.0], abs=0.05)
-
-
-def test_a_proposal_counts_only_where_the_target_has_said_what_follows():
-    calibration = Calibration([torch.tensor([0.5])])
-    candidates = pool_for(words(1), words(2))
-    draft(candidates, [7, 8, 3])
-    candidates.merge()
-    before = calibration.state()["tried"]
-    calibration.observe(candidates, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
-    assert (calibration.state()["tried"] - before).sum() == 1
 
 
 def test_overestimated_paths_count_for_less():

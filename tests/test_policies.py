@@ -6,8 +6,6 @@ import pytest
 
 from graft import Engine, GraftError
 from graft.bench.baselines import BASELINES
-from graft.bench.baselines.paper import KEPT, WIDTHS
-from graft.bench.baselines.template import ENVELOPE, make_template, scaled
 from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
@@ -97,20 +95,6 @@ def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
             stats["tokens_per_second"],
         )
     assert seen[0] == seen[1]
-
-
-def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the_way_down():
-    for widths, kept in zip(WIDTHS, KEPT, strict=False):
-        template = make_template(widths)
-        parents, ranks, depths = (
-            column[: template.count] for column in (template.parents, template.ranks, template.depths)
-        )
-        assert tuple(map(depths.count, range(1, max(depths) + 1))) == widths
-        assert template.count == 60 - kept
-        node = 0
-        for depth in range(1, len(widths) + 1):
-            node = 1 + list(zip(parents, ranks, depths, strict=True)).index((node, 0, depth))
-    assert sum(ENVELOPE) == 80 and sum(scaled(ENVELOPE, 60)) == 60
 
 
 def test_grafts_hang_under_drafted_nodes_too():

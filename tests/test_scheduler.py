@@ -384,19 +384,6 @@ def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, sch
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
 
 
-def test_a_policy_that_cannot_be_prepared_leaves_all_to_plain_decoding(model, monkeypatch):
-    engine = Engine(new_model(), byte_tokenizer(), budget=12)
-    # Before anybody asks, and when somebody does.
-    monkeypatch.setattr(engine.policy, "prepare", failing(2, OUT_OF_MEMORY, engine.policy.prepare))
-    scheduler = Scheduler(engine)
-    first, later = (Asked(scheduler, "abab", max_new_tokens=40) for _ in range(2))
-    expected = alone(model, "abab", max_new_tokens=40)
-    assert first.wait() == later.wait() == expected and first.job.sequences[0].stats.nodes == 0
-    last = Asked(scheduler, "abab", max_new_tokens=40)
-    assert last.wait() == expected and last.job.sequences[0].stats.nodes > 0
-    scheduler.close()
-
-
 # Prompts are read while others are decoded
 
 
