@@ -216,6 +216,14 @@ def test_an_untried_step_size_is_corrected_like_its_neighbours():
     assert undoubted[:5] == sorted(undoubted[:5]) and undoubted[5:] == pytest.approx([undoubted[4]] * 10)
 
 
+def test_no_step_takes_longer_than_a_larger_one_was_seen_to_take():
+    step = StepCost(GRID, usual_shape("cuda"))
+    step.observe(1, 3.0)  # the first includes set-up
+    for _ in range(20):
+        step.observe(32, 1.0)
+    assert step.seconds(1) <= step.seconds(32) == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_size_that_once_was_slow_is_tried_again():
     step = StepCost(GRID, usual_shape("cuda"))
     step.observe(1, 1.0)

@@ -271,6 +271,20 @@ def prompts(tmp_path):
     return str(path)
 
 
+def test_ctrl_c_says_that_the_same_command_goes_on_and_words_of_the_progress_are_explained(
+    graft_tiny, prompts, tmp_path, monkeypatch
+):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graft.train.recipe.train_head", interrupted)
+    result = graft_tiny("train", *SMALL, "--prompts", prompts, "--out", str(tmp_path / "draft"))
+    said = result.err.splitlines()
+    assert result.status == 130 and len(said) == 2
+    assert said[0].startswith("right_0 is the share of the model's next tokens that the head guesses right")
+    assert said[1].startswith("Stopped. The same command continues from the last answers and steps that were saved in")
+
+
 def test_graft_train_makes_a_draft_model_whose_text_is_the_targets(graft_tiny, graft, model_folder, prompts, tmp_path):
     out = tmp_path / "draft"
     asked = [*SMALL, "--prompts", prompts, "--out", str(out)]

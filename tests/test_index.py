@@ -294,6 +294,12 @@ def test_an_index_is_replaced_only_by_force_and_other_folders_never(tmp_path):
     assert build(tmp_path, ["wxyz"]).continuations(ids("wx"), 1, 1).length == 2
 
 
+def test_what_a_killed_build_left_goes_with_the_next(tmp_path):
+    (tmp_path / ".index.scratch-killed").mkdir()
+    build(tmp_path, ["abcd"])
+    assert visible(tmp_path) == ["index", "rows.jsonl"]
+
+
 def test_a_second_build_of_the_same_index_is_refused_while_one_runs(tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("abcd")

@@ -107,6 +107,18 @@ def test_a_copy_that_finds_no_page_changes_nothing():
     assert pool.num_free == 4
 
 
+def test_a_copy_keeps_the_later_pages_of_the_target_row():
+    pool, store = pool_of(num_pages=9)
+    source, target = pool.open_row(PAGE + 1), pool.open_row(4 * PAGE)
+    source.length = PAGE + 1
+    keys, _ = store.stored
+    keys[:, source.pages[1] * PAGE] = 5.0
+    behind = target.pages[1:]
+    pool.copy(source, target)
+    assert target.pages == [source.pages[0], *behind]
+    assert bool((keys[:, behind[0] * PAGE] == 5.0).all())
+
+
 def kept_by(pool):
     """A text of four pages that the pool keeps and nobody uses."""
     text = text_of(4)
