@@ -147,16 +147,6 @@ def test_confidence_is_a_probability_after_each_candidate(with_markov):
                 close(confidence[row, slot, place], its)
 
 
-def test_a_draft_cache_built_in_pieces_is_that_built_at_once():
-    head = make_head()
-    known, positions = features(head), torch.arange(max(LENGTHS)).expand(2, -1)
-    whole = head.context(known, positions)
-    pieces = [head.context(known[:, part], positions[:, part]) for part in (slice(0, 3), slice(3, 4), slice(4, 7))]
-    for which in (0, 1):
-        torch.testing.assert_close(torch.cat([piece[which] for piece in pieces], dim=3), whole[which])
-        assert whole[which].shape == (LAYERS, 2, 2, 7, 6)
-
-
 def test_the_usual_layers_are_evenly_spread():
     """Outputs of 1, 9, 17, 25, 33 of 36 and 1, 8, 14, 20, 27 of 30 are the inputs of the next."""
     assert default_target_layers(36, 5) == (2, 10, 18, 26, 34)

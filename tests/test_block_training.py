@@ -382,28 +382,6 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shortlist", [VOCAB, 5])
-def test_a_conditional_table_holds_what_follows_each_candidate_with_its_share_of_the_shortlist(model, shortlist):
-    head = make_head(model)
-    hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    settings = BlockTreeSettings(width=3, children=3, shortlist=shortlist)
-    table = table_for("conditional", head, hidden, roots, settings)
-    for row, slot in itertools.product(range(2), range(4)):
-        before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
-        listed = head.marginals(hidden[row, slot]).topk(shortlist).indices
-        after = listed[:3].tolist()
-        for number, parent in enumerate(before):
-            logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected, entry = logits[listed].softmax(-1).topk(3), slot * 3 + number
-            assert table.tokens[row, entry].tolist() == listed[expected.indices].tolist()
-            torch.testing.assert_close(table.probabilities[row, entry], expected.values)
-            following = [
-                (slot + 1) * 3 + after.index(t) if t in after and slot < 3 else -1 for t in table.tokens[row, entry]
-            ]
-            assert table.entries[row, entry].tolist() == following
-
-
-@torch.no_grad()
 def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
     head = make_head(model)
     answers = texts(3)

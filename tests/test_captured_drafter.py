@@ -13,8 +13,7 @@ from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
-from graft.request.stats import Clock
-from graft.spec_decode.policies import DraftResult, make_policy
+from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
@@ -23,19 +22,6 @@ from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.tree import DraftTree
 from tiny import tiny_model
-
-
-class Resting:
-    """A policy that drafts nothing for a while."""
-
-    def __init__(self, policy):
-        self._policy = policy
-
-    def grow(self, batch, roots, clock):
-        return DraftResult.without_drafts(DraftTree.roots(roots))
-
-    def __getattr__(self, name):
-        return getattr(self._policy, name)
 
 
 @pytest.fixture(params=[pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget])  # the second is the product's
@@ -262,34 +248,6 @@ def test_after_a_warm_up_no_prompt_captures_anything(plain, monkeypatch, model):
     prefill(engine, batch)
     assert drafter.num_setups == before and batch.draft.lengths == [len(PROMPT) - 1, 9 * len(PROMPT) - 1]
     batch.cache.release()
-
-
-def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
-    """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
-    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
-    runs = []
-    for kind in (SmallDrafter, Eagle3Drafter):
-        drafter = drafter_of(kind, model)
-        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        settings = [SamplingSettings(max_new_tokens=count) for count in (24, 12, 20)]
-        made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
-        batch, clock = opened(engine, made[:2]), Clock()
-        prefill(engine, batch)
-        for number in range(40):
-            if number == 3:  # one joins
-                other = opened(engine, made[2:])
-                prefill(engine, other)
-                batch.join(other)
-            policy = engine.policy
-            if number in (1, 2, 6):  # plain rounds
-                engine.policy = Resting(policy)
-            engine.run_round(batch, clock)
-            engine.policy = policy
-            batch.keep([row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None])
-            if not batch.sequences:
-                break
-        runs.append([(sequence.new_ids, sequence.stats.accepted) for sequence in made])
-    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
 def test_drafting_falls_back_to_eager_passes_with_one_warning(plain, monkeypatch, model):

@@ -94,36 +94,6 @@ def test_tokens_one_by_one_with_their_past_give_what_all_at_once_give(window):
         torch.testing.assert_close(output, at_once[:, now], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_a_node_of_a_tree_sees_its_path_alone(additive):
-    head, (embeddings, hidden, _) = make_head(), make_inputs()
-    #       0
-    #      / \
-    #     1   2     behind a past of two tokens
-    #     |   |
-    #     3   4
-    parents = [-1, 0, 0, 1, 2]
-    past_length, size = 2, len(parents)
-    seen = torch.zeros(2, 1, size, past_length + size, dtype=torch.bool)
-    seen[..., :past_length] = True
-    depth = []
-    for node, parent in enumerate(parents):
-        depth.append(past_length if parent < 0 else depth[parent] + 1)
-        ancestor = node
-        while ancestor >= 0:
-            seen[:, :, node, past_length + ancestor] = True
-            ancestor = parents[ancestor]
-    start, nodes = slice(0, past_length), slice(1, 1 + size)
-    positions = torch.arange(past_length).expand(2, -1)
-    _, past = head(embeddings[:, start], hidden[:, start], positions)
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf) if additive else seen
-    tree, _ = head(embeddings[:, nodes], hidden[:, nodes], torch.tensor([depth] * 2), past, mask)
-    for path in ([0, 1, 3], [0, 2, 4]):
-        places = [1 + node for node in path]
-        chain, _ = head(embeddings[:, places], hidden[:, places], torch.tensor([[2, 3, 4]] * 2), past)
-        torch.testing.assert_close(tree[:, path], chain, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
 def test_fuse_concatenates_and_norms_as_the_config_says(norms):
     head, features = make_head(**norms), torch.randn(2, WIDTH, 96)

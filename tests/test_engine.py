@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 
 from batches import counting_tokens
 from graft import Engine, GraftError, load
-from graft.engine import Stream
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.scheduler import Scheduler
 from graft.errors import ContextError
-from graft.model.sampler import SamplingSettings
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -226,22 +223,6 @@ def test_answers_of_a_group_are_those_of_its_seeds_alone(byte_model, policy):
         engine.generate_group("grafting", 0)
 
 
-def test_an_answer_of_a_group_goes_on_as_another_has_that_is_further(byte_model):
-    text = Engine(byte_model, policy="off").generate(PROMPT, max_new_tokens=40).ids
-
-    def accepted(is_group):
-        engine = Engine(byte_model, policy="lookup")
-        behind, ahead = engine.new_sequences(PROMPT, SamplingSettings.of({"max_new_tokens": 40, "n": 2}))
-        ahead.ids += text[:30]
-        ahead.group = behind.group if is_group else None
-        for _ in engine.rounds([behind, ahead]):
-            pass
-        assert behind.new_ids == ahead.new_ids == text
-        return behind.stats.mean_accepted
-
-    assert accepted(is_group=True) > 2 * accepted(is_group=False)
-
-
 # The loop that generate, streams and the server share
 
 
@@ -365,21 +346,3 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
     assert whole.text == text == expected and expected.startswith(part) and part
     asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
-
-
-def test_a_stream_whose_event_loop_ends_is_cancelled_in_the_engines_thread(byte_model, monkeypatch):
-    engine = Engine(byte_model, byte_tokenizer())
-    is_free = threading.Event()
-    cancelled_in = []
-    monkeypatch.setattr(Stream, "cancel", lambda stream: cancelled_in.append(threading.current_thread().name))
-
-    async def left_at_the_first_piece():
-        async for _ in engine.stream_async("grafting", max_new_tokens=20):
-            engine._thread.submit(is_free.wait, 60)  # the engine's thread is busy until the loop has ended
-            break
-        await asyncio.sleep(0.1)  # the stream's end has begun, and waits for that thread
-
-    asyncio.run(left_at_the_first_piece())
-    is_free.set()
-    asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
-    assert len(cancelled_in) == 1 and cancelled_in[0].startswith("graft-engine")

@@ -345,21 +345,6 @@ def test_it_says_that_it_thinks_until_the_first_token(open_page):
 # Settings
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_settings_open_over_the_page_and_nothing_moves(open_page, size):
-    page = open_page(viewport=size)
-    where = """[...document.querySelectorAll("header *, main *")].filter((one) => one.checkVisibility())
-        .map((one) => one.getBoundingClientRect()).map(({ x, y, width, height }) => [x, y, width, height])"""
-    page.wait_for_function("document.querySelector('#model').textContent !== ''")  # it is told after the page is there
-    before = page.evaluate(where)
-    for opening, popover in (("#open-settings", "#settings"), ("#open-chats", "#chats")):
-        page.click(opening)
-        box = page.locator(popover).bounding_box()
-        assert page.evaluate(where) == before and box["x"] >= 0 and box["x"] + box["width"] <= size["width"]
-        page.keyboard.press("Escape")
-        page.locator(popover).wait_for(state="hidden")
-
-
 def test_the_system_prompt_and_sampling_go_with_the_question_and_stay_for_the_next_visit(open_page):
     page = open_page()
     setting(page, system="Be brief.", temperature=0.7, top_p=0.9, seed=5)

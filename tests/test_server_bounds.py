@@ -1,7 +1,6 @@
 """What one request may cost the server, and requests that once crashed it or were misread."""
 
 import json
-import threading
 
 import httpx
 import pytest
@@ -13,14 +12,12 @@ from graft.engine.jobs import BusyError, Job
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
-from graft.server import answers
-from graft.server.answers import TextAnswers
 from graft.server.grammar import Grammars, SchemasBusyError
 from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
-from served import CHAT, GREEDY, metric, new_engine, post, running
+from served import CHAT, metric, new_engine, post, running
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -74,28 +71,6 @@ def test_many_bad_entries_are_refused_at_the_first(kind, body):
 def test_more_log_probabilities_of_prompts_than_a_response_holds_are_refused(url, asked):
     answer = post(url, prompt=["x" * 800] * 128, max_tokens=1, **asked)
     assert "log-probabilities of prompts, more than 1048576" in message_of(answer)
-
-
-def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
-    threads = {"spelt": [], "written": []}
-    of_prompt, written = TextAnswers.echoed_logprobs, answers.dump_json
-
-    def spell(self, *given):
-        threads["spelt"].append(threading.current_thread().name)
-        return of_prompt(self, *given)
-
-    def write(content, is_padded=False):
-        if any("y" * 300 in choice.get("text", "") for choice in content.get("choices", ())):
-            threads["written"].append(threading.current_thread().name)
-        return written(content, is_padded)
-
-    monkeypatch.setattr(TextAnswers, "echoed_logprobs", spell)
-    monkeypatch.setattr(answers, "dump_json", write)
-    body = {"prompt": ["y" * 300, "y" * 301], "echo": True, "logprobs": 0, "n": 2, "stream": True}
-    told = post(url, **body, **GREEDY).text
-    assert told.count("y" * 300) == 4 and told.rstrip().endswith("[DONE]")
-    assert len(threads["spelt"]) == 2 and len(threads["written"]) == 4
-    assert all(name.startswith("graft-text") for name in (*threads["spelt"], *threads["written"]))
 
 
 def test_stop_strings_are_bounded(url):

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import graft
-from graft import Engine, GraftError, SamplingSettings
+from graft import Engine, GraftError
 from graft.model import TargetRunner
 from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
@@ -105,19 +105,6 @@ def test_verified_tokens_that_are_not_committed_leave_no_trace():
     before = target.verify(cache, plain).logits
     target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
     assert torch.equal(target.verify(cache, plain).logits, before)
-
-
-def test_between_rounds_the_model_is_its_owners():
-    """Two answers in progress and the model's own generate in between do not disturb each other."""
-    model = tiny_model()
-    expected = transformers_answer(model, PROMPT, 10)
-    answers = [Engine(model, policy="off").new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
-    first, second = (Engine(model, policy="off").rounds(answer) for answer in answers)
-    for _ in range(10):
-        next(first)
-        assert transformers_answer(model, PROMPT, 10) == expected
-        next(second)
-    assert [answer[0].new_ids for answer in answers] == [expected, expected]
 
 
 @pytest.fixture
