@@ -331,24 +331,6 @@ def calls_of(monkeypatch, name):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("window", [None, 24])
-def test_a_tile_of_a_chunk_takes_each_of_its_blocks_once_for_all_its_tokens(window, monkeypatch):
-    """64 tokens in 8 tiles, of blocks of 16 positions; those before the window of a tile's first token are left out."""
-    calls = calls_of(monkeypatch, "_add_block")
-    Problem.make([0], [chain(64)]).attend(window=window)
-    blocks = {None: [1, 1, 2, 2, 3, 3, 4, 4], 24: [1, 1, 2, 2, 3, 2, 3, 2]}[window]
-    assert len(calls) == sum(blocks)
-
-
-@in_the_interpreter
-def test_a_tile_takes_the_blocks_of_a_strip_once_for_all_its_nodes(monkeypatch):
-    """A strip of 20 nodes in tiles of 8, of which the last has a second block, and two of one and two nodes."""
-    calls = calls_of(monkeypatch, "_add_block")
-    Problem.make([0], [SIDE_BRANCHES]).attend()
-    assert len(calls) == 1 + 1 + 2 + 1 + 1
-
-
-@in_the_interpreter
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_splits_of_a_tokens_own_text_are_combined_however_long_others_may_be(window, monkeypatch):
     calls = calls_of(monkeypatch, "_combine")
@@ -381,6 +363,13 @@ def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():
 def mixed(width):
     """Parts of prompts, one of them as wide as this, trees and padding in one step."""
     return Problem.make([70, 130, 0, 33], [some_tree(6), chain(width), chain(5), some_tree(3)], padding=2)
+
+
+@pytest.mark.parametrize(("width", "window"), [(70, None), (20, 40)])
+def test_prompts_trees_and_padding_stand_in_one_step(width, window):
+    """Of the long prompt, the tokens around borders of tiles, blocks, splits and pages."""
+    prompt = [6 + place for place in (0, 7, 8, 13, 14, 15, 29, 30, 61, 62, 69) if place < width]
+    check(mixed(width), window, tokens=[*range(6), *prompt, *range(6 + width, 14 + width)])
 
 
 def test_few_programs_do_all_items_of_a_plan(monkeypatch):
@@ -436,11 +425,6 @@ def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(mon
     assert int(check_plan(replace(layout, strips=None), 4).num_strips) > int(expected.num_strips)
 
 
-def test_blocks_that_cross_pages_are_refused():
-    with pytest.raises(ValueError, match="a page of 64 slots must consist of whole blocks"):
-        Tiles(keys=128)
-
-
 @pytest.mark.parametrize(("head_dim", "dtype"), in_both([64, 80, 96, 128, 256], quick=[80, 128]), ids=str)
 def test_attention_is_right_for_every_head_dim(head_dim, dtype):
     check(Problem.random([21, 40], width=2, head_dim=head_dim, dtype=dtype))
@@ -463,11 +447,6 @@ def test_query_heads_share_keys_in_groups_of_any_size(kv_heads, group):
 )
 def test_keys_outside_the_window_are_not_seen(lengths, window):
     check(Problem.random(lengths, width=4), window)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_tiles_of_real_use(dtype):
-    check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=attention_kernels.tiles_for(64, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -698,16 +677,6 @@ def test_a_tokens_product_is_the_same_beside_any_number_of_others(dtype):
         assert torch.equal(products.multiply(x[-number:], weight, bias), together[-number:]), number
 
 
-def test_what_the_other_tokens_are_changes_nothing():
-    torch.manual_seed(0)
-    weight, x, others = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((128, 192), (70, 192), (70, 192)))
-    products = Products(x.device)
-    expected = products.multiply(x, weight)
-    for kept in (0, 33, 69):
-        others[kept] = x[kept]
-        assert torch.equal(products.multiply(others, weight)[kept], expected[kept])
-
-
 # Every two sizes that a tile may have stand together in one of these.
 QUICK_TILES = [(64, 16, 128), (64, 64, 64), (128, 16, 64), (128, 128, 128), (256, 64, 128), (256, 128, 64)]
 OTHER_TILES = sorted(set(itertools.product((64, 128, 256), (16, 64, 128), (64, 128))) - set(QUICK_TILES))
@@ -728,17 +697,6 @@ def test_tiles_change_no_bit(outputs, tokens, inputs):
     for num_whole in {rows, 1, 0} if outputs > 64 else {rows}:
         tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
         assert torch.equal(products.multiply(x, weight, bias, tile), expected), num_whole
-
-
-def test_devices_that_know_no_descriptors_load_the_same():
-    torch.manual_seed(0)
-    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((384, 192), (150, 192)))
-    products, others = Products(x.device), Products(x.device)
-    others._by_descriptor = False
-    for number in (3, 150):
-        tile = replace(tile_for(number, (384, 192), x.dtype), outputs=128, num_whole=1)
-        expected = products.multiply(x[:number], weight, None, tile)
-        assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
 
 
 @pytest.mark.parametrize(("dtype", "neurons"), [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])], ids=str)
@@ -768,22 +726,6 @@ def test_tiles_change_no_bit_of_an_activation(outputs, tokens, inputs, by_descri
         assert torch.equal(products.multiply(x, weight, None, tile, is_gated=True), expected), num_whole
 
 
-def test_an_activation_is_within_the_product_where_the_product_is_our_own(monkeypatch):
-    made = []
-    monkeypatch.setattr(Products, "multiply", lambda self, x, weight, *bias, **more: made.append((len(x), more)))
-    monkeypatch.setattr("graft.model.kernels.matmul.linear", lambda x, weight, bias: made.append((len(x), "PyTorch")))
-    monkeypatch.setattr(layer_kernels, "silu_mul", lambda gate_up: made.append("activation"))
-    x = torch.zeros(2049, 2048, dtype=torch.float16, device="meta")
-    products, always = Products(x.device), Products(x.device, always=True)
-    even, odd = (torch.zeros(2 * neurons, 2048, dtype=torch.float16, device="meta") for neurons in (2048, 2080))
-    products.activate(x[:2048], even)
-    products.activate(x, even)
-    always.activate(x, even)
-    products.activate(x[:1], odd)  # neurons that are no whole tiles
-    within = {"is_gated": True}
-    assert made == [(2048, within), (2049, "PyTorch"), "activation", (2049, within), (1, {}), "activation"]
-
-
 SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]
 
 
@@ -801,13 +743,6 @@ def test_tiles_leave_nothing_out_and_fit(shape, dtype):
             assert tile.outputs >= (least if is_whole else 2 * least), "instructions have 64 rows"
             size = (tile.outputs + tile.tokens) * tile.inputs * dtype.itemsize
             assert tile.stages >= 2 and tile.stages * size <= shared_memory
-
-
-def test_a_last_round_of_few_tiles_has_halves():
-    whole = tile_for(512, (4096, 4096), torch.bfloat16)
-    halved = tile_for(512, (28672, 4096), torch.bfloat16)
-    assert (whole.outputs, whole.num_whole) == (128, 32), "128 tiles, all at once"
-    assert (halved.outputs, halved.num_whole) == (256, 99), "three rounds of 132 tiles, and 104 halves"
 
 
 def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
@@ -917,14 +852,6 @@ def test_the_walk_kernel_reaches_the_end_of_a_tree_of_128_tokens():
     walk_kernels.follow(tokens, parents, chosen, ints([0]), ints([128]), ints([3]), *written, 128)
     assert counts.tolist() == [128] and lengths.tolist() == [131] and roots.tolist() == [128]
     assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
-
-
-def test_fewer_beams_lie_together_in_the_memory_of_more():
-    beams = eagle3_kernels.Beams.make(4, 5, 3, torch.device(DEVICE))
-    few = beams.first(3, 2)
-    assert few.tokens.shape == few.cache_places.shape == (3, 2) and few.entries.shape == (3, 2, 3)
-    assert few.num_passes.shape == (3,) and all(part.is_contiguous() for part in vars(few).values())
-    assert few.tokens.data_ptr() == beams.tokens.data_ptr() and beams.first(3).entries.shape == (3, 5, 3)
 
 
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
