@@ -133,3 +133,10 @@ class Small(CapturedTarget):
 
 def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
     return Small(model, hidden_layers, chunk_size, exact)
+
+
+class OneContext(CapturedTarget):
+    """Few sizes and one context, so that little is captured."""
+
+    sizes = (4, 16, 128)
+    contexts = (128,)

@@ -173,7 +173,7 @@ FAULTS = (
         _ROUNDS,
         "{sequence.speculates and self.drafter is not None}/{salt}",
         "{self.drafter is not None}/{salt}",
-        ("test_scheduler.py::test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts",),
+        ("test_scheduler.py::test_pages_read_without_the_drafter_do_not_serve_requests_that_draft",),
     ),
     # The scheduler
     Fault(
@@ -200,7 +200,7 @@ FAULTS = (
         _DETOKENIZER,
         "self.text = self.text[: min(found)]",
         "self.text = self.text[: found[0]]",
-        ("test_text_stream.py::test_of_two_stop_strings_in_a_text_the_earliest_ends_it",),
+        ("test_text_stream.py::test_the_earliest_of_two_stop_strings_ends_the_text",),
     ),
     Fault(
         "text: a word loses its space behind markers",
@@ -531,7 +531,7 @@ FAULTS = (
         _SEQUENCE,
         "        del self.logprobs[self.stats.tokens :]\n",
         "",
-        ("test_engine.py::test_nothing_behind_a_stop_string_has_a_log_probability",),
+        ("test_engine.py::test_log_probabilities_end_at_the_stop_string",),
     ),
     Fault(
         "logprobs: those of a prompt belong to the tokens before",
@@ -567,7 +567,7 @@ FAULTS = (
         _DETOKENIZER,
         "return max((self._num_begun(s) for s in self._stop), default=0)",
         "return next((self._num_begun(s) for s in self._stop), 0)",
-        ("test_text_stream.py::test_what_might_have_been_a_stop_string_is_shown_once_it_is_none",),
+        ("test_text_stream.py::test_a_held_back_beginning_is_shown_once_it_is_no_stop_string",),
     ),
     # Grammars
     Fault(
@@ -745,7 +745,7 @@ FAULTS = (
         _SERVING,
         'None if sharing == "key" else body.user])',
         "None])",
-        ("test_server.py::test_what_is_kept_of_texts_is_shared_as_told[isolated-shared_with3]",),
+        ("test_server.py::test_the_prefix_cache_is_shared_as_the_learning_setting_says[isolated-shared_with3]",),
     ),
     Fault(
         "isolation: two keys share unless told otherwise",
@@ -825,7 +825,7 @@ FAULTS = (
         "src/graft/model/kernels/topk.py",
         "token = tl.min(tl.where(ordered == value, ids, 0x7FFFFFFF), axis=0)",
         "token = tl.max(tl.where(ordered == value, ids, -1), axis=0)",
-        ("test_kernels.py::test_the_highest_come_in_order_and_of_equals_the_first",),
+        ("test_kernels.py::test_top_k_is_ordered_and_the_first_of_equal_values_wins",),
     ),
     Fault(
         "kernels: draws have the same noise at every position",
@@ -860,14 +860,14 @@ FAULTS = (
         "src/graft/model/kernels/layer.py",
         "((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s)",
         "((x32 * c).to(first.dtype).to(tl.float32) + (y32 * s)",
-        ("test_kernels.py::test_turning_and_storing",),
+        ("test_kernels.py::test_rotated_keys_and_values_are_stored_like_pytorch_does",),
     ),
     Fault(
         "kernels: a norm divides by its padded size",
         "src/graft/model/kernels/layer.py",
         "tl.sum(wide * wide, axis=0) / SIZE + eps",
         "tl.sum(wide * wide, axis=0) / BLOCK + eps",
-        ("test_kernels.py::test_adding_and_norm",),
+        ("test_kernels.py::test_residual_add_and_rms_norm_match_pytorch",),
     ),
     Fault(
         "kernels: a window is one key too wide",
@@ -917,7 +917,7 @@ FAULTS = (
         _BUDGET,
         "return self.num_rows + self.gain - rate * self.seconds",
         "return self.num_rows + self.gain + rate * self.seconds",
-        ("test_budget.py::test_a_hopeless_text_costs_3_percent_of_400_rounds_from_the_first_on",),
+        ("test_budget.py::test_a_hopeless_text_costs_at_most_3_percent_of_its_first_400_rounds",),
     ),
     Fault(
         "budget: further passes reach as far as the first",
@@ -946,6 +946,6 @@ FAULTS = (
         "src/graft/tuning/learned.py",
         "torch.cat([known[name].cpu(), new[name].cpu()])[kept]",
         "torch.cat([new[name].cpu(), known[name].cpu()])[kept]",
-        ("test_learned.py::test_of_texts_the_latest_are_kept_and_of_a_row_the_new_one",),
+        ("test_learned.py::test_merging_keeps_the_latest_texts_and_the_new_table_rows",),
     ),
 )

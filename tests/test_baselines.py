@@ -1,8 +1,6 @@
 """The benchmark's methods: how they become known, and how the gates of the published one are calibrated."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +24,6 @@ SOURCE = Path(graft.__file__).parent
 # Registration
 
 
-def test_without_the_benchmark_only_off_and_graft_are_known():
-    code = "import graft\nfrom graft.spec_decode.policies import POLICIES\nprint(*POLICIES)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["off", "graft"]
-
-
 def test_importing_the_benchmark_registers_every_baseline_and_ablation():
     assert set(POLICIES) == {"off", "graft", *BASELINES, *ABLATIONS}
 
@@ -52,9 +44,12 @@ def imported(path):
     return names
 
 
-@pytest.mark.parametrize("room", ["engine", "model", "request", "spec_decode", "tree"])
-def test_the_core_does_not_import_the_benchmark(room):
-    files = list((SOURCE / room).rglob("*.py"))
+CORE = ("engine", "integrations", "model", "request", "server", "spec_decode", "tree", "tuning")
+
+
+@pytest.mark.parametrize("room", [*CORE, ""])
+def test_the_core_does_not_import_the_benchmark_so_users_know_off_and_graft_alone(room):
+    files = list((SOURCE / room).rglob("*.py") if room else SOURCE.glob("*.py"))
     assert files
     assert not [path for path in files if any("graft.bench" in name for name in imported(path))]
 
@@ -76,24 +71,6 @@ def test_threshold_parts_the_rounds_worth_stopping_from_the_others():
     assert best_threshold(confidences, np.where(confidences > 0.5, 2.0, -0.5)) == pytest.approx(0.5)
 
 
-def test_threshold_has_the_least_regret_of_all():
-    generator = np.random.default_rng(0)
-    confidences = generator.random(200)
-    regrets = np.where(generator.random(200) < confidences, 1.0, -0.5)
-
-    def regret(tau):
-        return float(regrets[confidences <= tau].sum())
-
-    found = best_threshold(confidences, regrets)
-    assert regret(found) == pytest.approx(min(regret(tau) for tau in [0.0, *confidences]))
-
-
-def test_where_every_stop_is_regretted_nothing_is_stopped():
-    regrets = np.array([3.0, -1.0] * 20)
-    found = best_threshold(np.linspace(0.1, 1.0, 40), regrets)
-    assert 0 < found < 0.1
-
-
 def test_gate_with_too_few_rounds_of_a_kind_keeps_its_published_threshold():
     assert best_threshold(np.linspace(0, 1, 50), np.ones(50)) is None
     assert best_threshold(np.full(50, 0.5), np.where(np.arange(50) % 2, 1.0, -1.0)) is None  # nothing tells them apart
@@ -113,9 +90,3 @@ def test_gate_of_a_chain_separates_those_accepted_beyond_it_from_the_others():
     assert chain_thresholds(short + long + surer)[0] == pytest.approx(0.6)
     assert thresholds(short + long + surer, 1)[0] == PUBLISHED[0]
     assert chain_thresholds(surer)[0] == PUBLISHED[0]
-
-
-def test_gate_sees_only_the_rounds_that_came_so_far():
-    stopped = [([0.1, 0.9, 0.0], 1)] * 40  # would drag the second threshold up
-    low, high = [([0.8, 0.3, 0.0], 2)] * 20, [([0.9, 0.5, 0.0], 6)] * 20
-    assert thresholds(stopped + low + high, 9)[1] == pytest.approx(0.4)

@@ -17,8 +17,6 @@ from transformers import LlamaConfig
 from block_oracle import Network
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
-from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
 from pickles import RunsCode
 from tiny import target_config
 
@@ -370,16 +368,6 @@ def test_a_head_in_a_published_spelling_computes_what_its_project_does(name, tmp
         assert head.to_target(torch.tensor([0, 11])).tolist() == [0, 33]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_inspection_tells_kind_layout_and_slots(name, tmp_path):
-    published = PUBLISHED[name]()
-    published.write(tmp_path)
-    found = inspect_head(tmp_path)
-    assert (found.kind, found.layout, found.files) == (published.kind, published.layout, (published.file,))
-    assert (found.facts["shifted"], found.facts["block_size"]) == (published.shifted, 4)
-    assert found.slots_are_said is (name in ("flat_tensors", "speculators_in_place"))
-
-
 @pytest.mark.parametrize(("slots", "shifted"), [("in-place", False), ("shifted", True), (None, False)])
 def test_slots_may_be_chosen_where_the_config_does_not_say(slots, shifted, tmp_path):
     zlab().write(tmp_path)
@@ -448,18 +436,6 @@ def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_besi
     assert len(load_file(tmp_path / "conditional_head" / "model.safetensors")) == 4
     mask = torch.load(tmp_path / "mask_embedding.pt", weights_only=True)
     assert (mask["mask_token_id"], mask["embedding"].shape) == (5, (HIDDEN,))
-
-
-def test_a_head_with_a_markov_head_is_saved_as_deepspec_does(tmp_path):
-    save_head(make_head(markov="vanilla", markov_rank=3), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architectures"], config["markov_rank"]) == (["Qwen3DSparkModel"], 3)
-
-
-def test_nothing_of_the_head_before_stays_in_a_folder(tmp_path):
-    save_head(make_head(conditional=True, own_mask=True), tmp_path)
-    save_head(make_head(), tmp_path)
-    assert load(tmp_path).config == make_head().config
 
 
 @pytest.mark.parametrize(
@@ -542,15 +518,6 @@ def test_a_config_that_does_not_fit_is_named(changes, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_markov_head_of_another_rank_is_named(tmp_path):
-    published = deepspec()
-    published.config["markov_rank"] = 256
-    published.write(tmp_path)
-    message = r"markov_head.markov_w1.weight is torch.float32 \[41, 3\], expected floats \[41, 256\]"
-    with pytest.raises(GraftError, match=message):
-        load(tmp_path)
-
-
 def spoil(tensors):
     tensors["layers.1.self_attn.k_norm.weight"].fill_(torch.nan)
 
@@ -575,22 +542,6 @@ def test_a_tensor_that_does_not_fit_is_named(change, message, tmp_path):
     with pytest.raises(GraftError, match=message) as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_not_qwen3(tmp_path):
-    published = llama_layers()
-    published.config["model_type"] = "qwen3"
-    published.write(tmp_path)
-    with pytest.raises(GraftError, match=r"has no tensor layers.0.self_attn.k_norm.weight"):
-        load(tmp_path)
-
-
-def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path):
-    published = treeflash()
-    del published.tensors["layers.0.mlp.up_proj.weight"]
-    published.write(tmp_path)
-    with pytest.raises(GraftError, match=r"has no tensor model.layers.0.mlp.up_proj.weight, expected as \[24, 16\]"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
@@ -673,14 +624,6 @@ def test_load_check_takes_slots_and_shows_what_a_head_has(tmp_path, load_check):
     assert facts["causal"] == "no, no"
 
 
-def test_load_check_of_a_head_that_does_not_fit_exits_with_2(tmp_path, load_check):
-    zlab().write(tmp_path / "head")
-    result = load_check(target=LlamaConfig(vocab_size=100, num_hidden_layers=9))
-    assert result.status == 2 and "DFlash" in result.out, "what it is, even so"
-    assert result.err.startswith("error: ") and "a vocabulary of 41, not 100" in result.err
-    assert result.err.count("\n") == 1
-
-
 def test_load_check_of_neither_kind_names_the_known(tmp_path, load_check):
     published = zlab()
     published.config["architectures"] = ["BertModel"]
@@ -688,9 +631,3 @@ def test_load_check_of_neither_kind_names_the_known(tmp_path, load_check):
     result = load_check()
     assert result.status == 2 and "DFlashDraftModel" in result.err
     assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in result.err
-
-
-def test_slots_are_no_option_of_an_eagle3_head(tmp_path, load_check):
-    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path / "head")
-    result = load_check("--slots", "shifted")
-    assert result.status == 2 and "--slots is for block heads" in result.err

@@ -1,14 +1,11 @@
 """The block drafter against the head run on whole texts without a cache, and the engine that uses it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from batches import prefilled
-from block_heads import HEADS, LONG, MARGINAL, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers
 from graft import Engine
-from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.block import save_head
@@ -99,19 +96,6 @@ def test_levels_are_those_of_the_head_run_on_whole_texts(model, kind):
     check()
 
 
-def test_children_depend_on_their_parent_where_the_head_has_conditionals(model):
-    for kind in ("marginal", "conditional", "markov"):
-        drafter = BlockDrafter(make_head(model, **HEADS[kind]), replace(EXACT, nodes=500))
-        batch = prefilled(Engine(model, policy="dense", drafter=drafter), PROMPT)
-        (levels,) = drafter.passes(batch.draft, batch.roots())
-        by_token = {}
-        for token, q in zip(levels[1].tokens[0].tolist(), levels[1].probabilities[0].tolist(), strict=True):
-            by_token.setdefault(token, []).append(q)
-        spreads = [max(found) - min(found) for found in by_token.values() if len(found) > 1]
-        assert spreads, "some token is a child of two parents"
-        assert max(spreads) < 1e-6 if kind == "marginal" else min(spreads) > 1e-5
-
-
 def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
     drafter = BlockDrafter(make_head(model, **HEADS["conditional"]), BlockTreeSettings(width=6, nodes=200))
     engine = Engine(model, policy="dense", drafter=drafter)
@@ -140,31 +124,6 @@ def test_text_with_a_block_head_is_that_of_plain_decoding_alone_and_in_a_batch(m
         assert [g.ids for g in drafted] == plain
         assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
         assert "drafted" in set().union(*(g.stats.proposed_by_source for g in drafted))
-
-
-@pytest.mark.parametrize("policy", ["dense", "graft"])
-def test_a_round_is_one_draft_pass_whatever_its_depth(model, policy):
-    drafter = BlockDrafter(make_head(model, shifted=True), BlockTreeSettings(nodes=20))
-    stats = make_engine(model, policy, drafter).generate(PROMPT, max_new_tokens=12).stats
-    assert 0 < stats.draft_passes <= stats.rounds
-    assert drafter.max_passes == 1 and drafter.max_depth == 5
-
-
-def test_gates_decide_how_many_depths_of_the_block_are_taken(model):
-    drafter = BlockDrafter(make_head(model, shifted=True), BlockTreeSettings(nodes=600))
-    engine = Engine(model, policy="prune", drafter=drafter)
-    batch = prefilled(engine, PROMPT, LONG)
-    for thresholds, depths in (([1.0, 0.0, 0.0], [1, 1]), ([0.0, 1.0, 0.0], [2, 2]), ([0.0, 0.0, 0.0], [5, 5])):
-        engine.policy.restore({THRESHOLDS: torch.tensor(thresholds)})
-        result = engine.policy.grow(batch, batch.roots(), Clock())
-        assert engine.policy.drafted.depths == depths and result.passes == [1, 1]
-
-
-def test_several_answers_share_the_prefill_of_the_head_too(model):
-    engine = Engine(model, policy="dense", drafter=BlockDrafter(make_head(model, **MARGINAL)))
-    result = engine.generate(LONG, n=3, temperature=1.0, seed=1, max_new_tokens=6)
-    plain = Engine(model, policy="off").generate(LONG, n=3, temperature=1.0, seed=1, max_new_tokens=6)
-    assert [c.ids for c in result.choices] == [c.ids for c in plain.choices]
 
 
 def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):

@@ -13,7 +13,6 @@ from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
 from graft.request.stats import Clock
-from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -86,25 +85,6 @@ def test_block_is_the_chain_of_the_likeliest_drafts(model, kind):
         assert sources == [["drafted"] * drafter.max_depth] * 2
         assert passes == [drafter.max_passes] * 2
         engine.run_round(batch, Clock())
-
-
-def test_a_chain_does_not_end_where_a_table_for_trees_would(model):
-    """In such a table a token has children only if it is among the slot's likeliest whatever comes before."""
-    drafter = make_drafter(model, "conditional")
-    batch = prefilled(Engine(model, policy="block", drafter=drafter), PROMPT, LONG)
-    (wide,) = drafter.passes(batch.draft, batch.roots())
-    (chain,) = drafter.passes(batch.draft, batch.roots(), keep=1)
-    assert len(wide) < len(chain) == drafter.max_depth, "no path of the trees goes all the way down"
-    assert all((level.probabilities > 0).all() for level in chain)
-
-
-def test_budget_and_the_answers_end_cut_the_chain(model):
-    drafter = make_drafter(model, "marginal")
-    engine = Engine(model, policy="block", drafter=drafter, budget=3)
-    batch = prefilled(engine, PROMPT)
-    assert grown(engine, batch)[0] == [likeliest_chain(drafter, model, PROMPT)[:3]]
-    stats = Engine(model, policy="block", drafter=drafter).generate(PROMPT, max_new_tokens=2).stats
-    assert stats.nodes <= stats.rounds, "with two tokens to come, only one of them can be drafted"
 
 
 # block-paper
@@ -181,16 +161,6 @@ def test_the_walk_ends_where_the_matrix_knows_nothing(model):
     assert chains == [[first, 60, 59]] and sources == [["drafted", "adjacency", "adjacency"]]
 
 
-def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come(model):
-    engine = paper_engine(model, "conditional", (1.0, 1.0, 1.0), budget=4)
-    batch = prefilled(engine, PROMPT)
-    teach(engine, seven_on)
-    assert len(grown(engine, batch)[0][0]) == 4
-    plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=2).ids
-    answer = engine.generate(PROMPT, max_new_tokens=2)
-    assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
-
-
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])
 def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, kind, monkeypatch):
     drafter, seen = make_drafter(model, kind), []
@@ -206,15 +176,3 @@ def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, 
     assert sum(accepted for _, accepted in seen) <= sum(stats.accepted for stats in rounds)
     for confidences, _ in seen:
         assert 0 < confidences[2] < confidences[1] < confidences[0] <= 1, "of one path, further and further down"
-
-
-def test_thresholds_of_chains_are_not_those_of_trees(model):
-    """A profile's, which were found with the whole tree, are left alone."""
-    drafter = make_drafter(model, "marginal")
-    target = Engine(model, policy="off").target
-    chain, tree = (make_policy(name, target, drafter) for name in ("block-paper", "paper"))
-    state = tree.state() | {"gates/thresholds": torch.tensor([0.3, 0.4, 0.5])}
-    chain.restore(state)
-    assert chain.gates.thresholds.tolist() == torch.tensor(PUBLISHED).tolist()
-    chain.restore({CHAIN_THRESHOLDS: torch.tensor([0.1, 0.2, 0.3])})
-    assert chain.state()[CHAIN_THRESHOLDS].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()

@@ -17,8 +17,6 @@ from graft.cli.train import ANSWERING, BLOCK, EAGLE3, LAYERS, PRUNED, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
 from graft.spec_decode.proposers.block import load_head
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
-from graft.train import block as block_training
-from graft.train import packing
 from graft.train.block import (
     BlockObjective,
     BlockSettings,
@@ -26,15 +24,14 @@ from graft.train.block import (
     block_attention,
     block_backward,
     block_hidden,
-    ranks,
     unused_token,
 )
 from graft.train.depth_pruned import DepthPrunedSettings
 from graft.train.eagle3 import Eagle3Settings
-from graft.train.generate_data import Answered, AnswerSettings, spread
+from graft.train.generate_data import Answered, AnswerSettings
 from graft.train.packing import PackedBatches, target_states
 from graft.train.recipe import new_block_head
-from graft.train.simulate import Simulated, Table, num_accepted, simulate, table_for
+from graft.train.simulate import Simulated, num_accepted, simulate, table_for
 from graft.train.trainer import optimize
 from tiny import VOCAB, tiny_model
 
@@ -119,14 +116,6 @@ def test_anchors_are_distinct_and_have_as_many_labels_as_the_answer_goes_on():
     assert num_anchors > 30
 
 
-def test_anchors_are_drawn_anew_at_every_step_and_alike_in_every_run():
-    first, again = (PackedBatches(texts(), SETTINGS, num_anchors=6) for _ in range(2))
-    later = len(first)
-    assert torch.equal(first.at(0).anchors, again.at(0).anchors)
-    assert torch.equal(first.at(later).anchors, PackedBatches(texts(), SETTINGS, 6).at(later).anchors)
-    assert not torch.equal(first.at(0).anchors, first.at(later).anchors)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen2_window", "qwen3", "gemma3_text", "olmo2"])
 def test_documents_of_a_row_do_not_see_each_other_in_the_target(name):
     model = tiny_model(name)
@@ -145,45 +134,12 @@ def test_documents_of_a_row_do_not_see_each_other_in_the_target(name):
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_some_answers_stand_for_all_of_them():
-    assert spread(list("abcdefghij"), 5) == list("acegi")
-    assert spread(list("abc"), 5) == list("abc") and spread(list("abc"), 0) == []
-
-
 # What a block sees
 
 
 @pytest.fixture(scope="module", params=[{}, {"causal": True}, {"slots": "shifted"}], ids=["plain", "causal", "shifted"])
 def head(request, model):
     return make_head(model, **request.param)
-
-
-@torch.no_grad()
-def test_a_block_sees_nothing_at_or_after_its_anchor_and_nothing_of_other_documents(model, head):
-    batch = batch_of()
-    features = target_states(model, head.config.target_layers, batch).features
-    before = block_hidden(head, features, batch, flex=False)
-    for row, place in itertools.product(range(2), range(0, 40, 3)):
-        changed = features.clone()
-        changed[row, place] += 1.0
-        differs = (block_hidden(head, changed, batch, flex=False) != before).flatten(2).any(dim=-1)  # [R, N]
-        seen = torch.zeros_like(differs)
-        seen[row] = (batch.anchor_starts[row] <= place) & (place < batch.anchors[row])
-        assert torch.equal(differs, seen)
-
-
-@torch.no_grad()
-def test_a_block_does_not_see_other_blocks(model, head):
-    batch = batch_of()
-    features = target_states(model, head.config.target_layers, batch).features
-    before = block_hidden(head, features, batch, flex=False)
-    for block in range(6):
-        tokens = batch.tokens.clone()
-        tokens[1, batch.anchors[1, block]] = 60 - tokens[1, batch.anchors[1, block]]
-        differs = (block_hidden(head, features, replace(batch, tokens=tokens), flex=False) != before).flatten(2)
-        expected = torch.zeros(2, 6, dtype=torch.bool)
-        expected[1, block] = True
-        assert torch.equal(differs.any(dim=-1), expected)
 
 
 @torch.no_grad()
@@ -287,88 +243,6 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(model, conditional,
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=2e-3, atol=1e-5, msg=name)
 
 
-def test_in_bf16_with_fp32_weights_the_losses_are_about_the_same(model, monkeypatch):
-    """As on a GPU, where the target is bf16 and the head's products are."""
-    head, batch = make_head(model), batch_of()
-    exact = block_backward(head, model, batch, SETTINGS)
-    exact_gradient = head.fc.weight.grad.clone()
-    head.zero_grad()
-    monkeypatch.setattr(block_training, "autocast", lambda device, settings: torch.autocast("cpu", torch.bfloat16))
-    rough = block_backward(head, tiny_model(num_hidden_layers=6).bfloat16(), batch, SETTINGS)
-    for name, value in exact.items():
-        assert float(rough[name]) == pytest.approx(float(value), rel=0.05)
-    gradient = head.fc.weight.grad
-    assert gradient.dtype == torch.float32
-    assert torch.cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0) > 0.9
-
-
-def test_gradients_reach_every_parameter_and_none_of_the_model(model):
-    head = make_head(model)
-    block_backward(head, model, batch_of(), SETTINGS)
-    assert all(float(p.grad.abs().max()) > 0 for p in head.parameters())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_how_many_blocks_have_logits_at_once_changes_nothing(model):
-    head, batch = make_head(model), batch_of()
-    made = []
-    for slots in (1, 8, 1000):
-        head.zero_grad()
-        loss = block_backward(head, model, batch, replace(SETTINGS, chunk_slots=slots))["loss"]
-        made.append((loss, head.fc.weight.grad.clone()))
-    for loss, gradient in made[1:]:
-        torch.testing.assert_close(loss, made[0][0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(gradient, made[0][1], rtol=1e-4, atol=1e-6)
-
-
-def test_of_equally_likely_tokens_the_first_is_the_guess():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]).bfloat16()
-    assert ranks(logits, torch.tensor([2, 3])).tolist() == [1, 3]
-    assert ranks(logits, torch.tensor([1, 0])).tolist() == [0, 0], "as argmax says"
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_new_batches_compile_nothing_anew(model, monkeypatch):
-    """On a GPU: every step has a mask of its own, whose functions are new, but of the same kind."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-    functions = packing.flex_functions(compiled=False)
-    compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
-    monkeypatch.setattr(block_training, "flex_functions", lambda **_: compiled)
-    head = make_head(model)
-    head.requires_grad_(False)
-    settings = replace(SETTINGS, batch_tokens=320, max_tokens=160, anchors=40)
-    batches = PackedBatches(texts(60), settings, settings.anchors)
-    counts = []
-    for step in range(3):
-        batch = batches.at(step)
-        past = head.context(target_states(model, head.config.target_layers, batch).features, batch.positions)
-        query, key, value = (torch.randn(2, heads, 40 * head.config.block_size, 8) for heads in (4, 2, 2))
-        for layer in range(2):
-            dense, flex = (block_attention(head, batch, past, flex)(layer, query, key, value) for flex in (False, True))
-            torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-4)
-        counts.append(counter.frame_count)
-    assert counts == [2, 2, 2]
-
-
-def test_a_new_head_reads_taps_of_one_size(model):
-    scaled = tiny_model(num_hidden_layers=6)
-    with torch.no_grad():
-        scaled.model.layers[2].mlp.down_proj.weight.mul_(40)
-    head = new_block_head(scaled, SHAPE, False, 5, texts(), SETTINGS)
-    batch = batch_of()
-    parts = target_states(scaled, head.config.target_layers, batch).features.split(32, dim=-1)
-    sizes = [float(part.pow(2).mean(dim=-1).sqrt().median()) for part in parts]
-    scales = [float(weight.std()) for weight in head.fc.weight.detach().split(32, dim=1)]
-    assert max(sizes) > 5 * min(sizes)
-    first, second = (size * scale for size, scale in list(zip(sizes, scales, strict=True))[:2])
-    assert first == pytest.approx(second, rel=0.2)
-    for own, its in zip(head.layers, scaled.model.layers[-2:], strict=True):
-        assert torch.equal(own.mlp.up_proj.weight, its.mlp.up_proj.weight)
-
-
 def test_the_mask_stands_for_a_token_that_texts_do_not_have():
     made = [Answered(torch.tensor([9, 7, 5, 4, 2, 1, 0], dtype=torch.int32), 1)]
     assert unused_token(made, 11, special=[10]) == 8
@@ -401,19 +275,6 @@ def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, who
     assert_same(parts, whole[1])
     last = [json.loads((folder / "log.jsonl").read_text().splitlines()[-1]) for folder in (tmp_path, whole[0])]
     assert last[0] == last[1] and last[0]["step"] == 5 and last[0]["accepted_conditional"] >= 1
-
-
-def test_a_run_that_was_killed_goes_on_from_its_last_state(model, whole, tmp_path):
-    def kill(record):
-        if record["step"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path, progress=kill)
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 3
-    parts, _ = run(model, tmp_path)
-    assert_same(parts, whole[1])
-    assert (tmp_path / "log.jsonl").read_text() == (whole[0] / "log.jsonl").read_text()
 
 
 def assert_same(head, other):
@@ -521,28 +382,6 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shortlist", [VOCAB, 5])
-def test_a_conditional_table_holds_what_follows_each_candidate_with_its_share_of_the_shortlist(model, shortlist):
-    head = make_head(model)
-    hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    settings = BlockTreeSettings(width=3, children=3, shortlist=shortlist)
-    table = table_for("conditional", head, hidden, roots, settings)
-    for row, slot in itertools.product(range(2), range(4)):
-        before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
-        listed = head.marginals(hidden[row, slot]).topk(shortlist).indices
-        after = listed[:3].tolist()
-        for number, parent in enumerate(before):
-            logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected, entry = logits[listed].softmax(-1).topk(3), slot * 3 + number
-            assert table.tokens[row, entry].tolist() == listed[expected.indices].tolist()
-            torch.testing.assert_close(table.probabilities[row, entry], expected.values)
-            following = [
-                (slot + 1) * 3 + after.index(t) if t in after and slot < 3 else -1 for t in table.tokens[row, entry]
-            ]
-            assert table.entries[row, entry].tolist() == following
-
-
-@torch.no_grad()
 def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
     head = make_head(model)
     answers = texts(3)
@@ -569,13 +408,6 @@ def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
         reached = tuple(sum(d >= depth for d in depths) / rounds for depth in range(1, 5))
         assert found[kind] == Simulated(rounds, reached)
         assert found[kind].mean_accepted == pytest.approx(1 + sum(depths) / rounds), "as the engine counts"
-
-
-def test_a_head_that_knows_everything_accepts_whole_blocks():
-    truth = torch.tensor([[5, 6, 7], [5, 6, 8]])
-    table = Table(torch.tensor([[[5], [6], [7]]] * 2), torch.ones(2, 3, 1), torch.tensor([[[1], [2], [-1]]] * 2))
-    assert num_accepted(table, truth, 60).tolist() == [3, 2]
-    assert num_accepted(table, truth, 1).tolist() == [1, 1], "of equals the parent comes first"
 
 
 # The command
@@ -649,7 +481,7 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
         (["--answers", "there"], "give either --prompts or --answers"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+def test_wrong_training_options_are_one_line(graft, prompts, tmp_path, words, message):
     result = graft("train", "--prompts", prompts, "--out", str(tmp_path), *words)
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1
 

@@ -64,18 +64,6 @@ def best_by_path(nodes):
     return best
 
 
-def test_paths_as_deep_as_any_text_have_keys():
-    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
-    depth = 3000
-    tokens = torch.full((1, depth), 5)
-    zeros = torch.zeros_like(tokens)
-    candidates.add(tokens, torch.arange(depth)[None], torch.ones(1, depth), zeros + 1, zeros)
-    assert len(set(candidates.nodes.keys[0].tolist())) == depth + 1
-    tried, fitted = torch.zeros(2, 3, 2, 1)
-    candidates.count([[5] * depth], tried, fitted, float(depth))
-    assert tried.sum() == fitted.sum() == (candidates.nodes.paths[0, 1:] > 0).sum()
-
-
 # The best
 
 
@@ -119,17 +107,6 @@ def test_neither_rounding_nor_underflow_lifts_a_child_above_its_parent(chances, 
     assert_is_tree(tree)
     kept = int(tree.valid.sum()) - 1
     assert token_paths(tree, 0) == [tuple(range(depth)) for depth in range(kept + 1)]
-
-
-@pytest.mark.parametrize("budget", [3, 10, 19, 40])
-def test_a_path_too_unlikely_for_a_float_is_left_out_rather_than_torn_from_its_beginning(budget):
-    candidates, length = Candidates(torch.tensor([1]), [[3, 2, 1]]), 60
-    tokens = torch.arange(length)[None]
-    ones = torch.ones_like(tokens)
-    chances = torch.tensor([[1e-9] * 4 + [1e-7] + [0.7] * 55])
-    candidates.add(tokens, tokens, chances, ones, ones)
-    tree = merged(candidates).best(budget, length)[0].trimmed()
-    assert tree.parents.tolist() == [[0, *range(tree.width - 1)]]
 
 
 # Passes

@@ -1,7 +1,6 @@
 """CUDA-graph runners, tested without a GPU: fused layers against transformers, kernels against plain PyTorch, and
 captured steps (here called instead of replayed) against the eager runner."""
 
-import queue
 import random
 import threading
 import time
@@ -24,16 +23,12 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from batches import graphs_of, opened, prefill
-from captured_parts import Small, SmallDrafter, small_target
+from captured_parts import Small, small_target
 from graft import Engine, GraftError, SamplingSettings
-from graft.engine.jobs import Job
-from graft.engine.scheduler import Scheduler
-from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
 from graft.model.captures import CaptureError, Captures
-from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
@@ -43,9 +38,8 @@ from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk
 from graft.request.stats import Clock
 from graft.tree.tree import DraftTree
-from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from tiny import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
@@ -339,15 +333,6 @@ def test_graphs_over_a_pool_that_has_grown_are_captured_anew(plain, monkeypatch)
     assert before & sizes_of(target) and target.num_setups > num_captured
 
 
-def test_what_is_kept_on_the_device_is_reported(plain):
-    engine = Engine(model_of("llama"), policy="off")
-    engine.generate(PROMPT, max_new_tokens=4)
-    report = engine.target.memory_report()
-    keys, values = engine.target._store.stored
-    assert report["cache"] == keys.nbytes + values.nbytes and keys.shape[1] == (1 + engine.target.pool.num_pages) * PAGE
-    assert report["logits"] == 4 * 61 * captured._FIRST_ROOM and report["rotary tables"] > 0
-
-
 def test_larger_steps_get_larger_buffers(plain, monkeypatch):
     monkeypatch.setattr(captured, "_FIRST_ROOM", 8)
     model = model_of("llama")
@@ -358,26 +343,6 @@ def test_larger_steps_get_larger_buffers(plain, monkeypatch):
     assert [g.ids for g in engine.generate_batch([PROMPT] * 9, max_new_tokens=20)] == [expected] * 9
     assert (room, engine.target.memory_report()["logits"] // (4 * 61)) == (16, 64)
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-
-
-def test_prompts_are_read_by_graphs_several_in_a_step(plain):
-    model = model_of("llama", num_hidden_layers=4)
-    ordinary, ours = TargetRunner(model, (1, 3)), Small(model, (1, 3))
-    for prompt in (PROMPT, PROMPT[::-1] * 2, PROMPT[:3], [*PROMPT, 7, 8]):
-        caches = [target.open(2, 64) for target in (ordinary, ours)]
-        for start in range(0, len(prompt), 5):
-            parts = (prompt[start : start + 5], prompt[::-1][start : start + 5])
-            read = []
-            for target, cache in zip((ordinary, ours), caches, strict=True):
-                read.append(target.step(None, None, [Chunk(*each) for each in zip(cache.rows, parts, strict=True)])[1])
-            for expected, got in zip(*read, strict=True):
-                assert torch.equal(got.tokens, expected.tokens)
-                torch.testing.assert_close(logits_of(got), logits_of(expected), atol=1e-4, rtol=1e-4)
-                hidden = (each.hidden[each.index] for each in (got, expected))
-                torch.testing.assert_close(*hidden, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(got.likeliest(), expected.likeliest(), atol=1e-4, rtol=1e-4)
-            assert caches[1].lengths == caches[0].lengths
-    assert sizes_of(ours) == {4, 8, 16}
 
 
 def test_a_step_of_trees_and_prompts_has_the_numbers_of_two_steps(plain):
@@ -411,34 +376,6 @@ def test_warming_up_captures_a_graph_of_every_size_and_says_so(plain):
     cache = target.open(2, 64)
     target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
     assert target.num_setups == 4, "at short contexts nothing is left to capture"
-
-
-def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
-    model = model_of("llama", vocab_size=BYTE_VOCAB)
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-    engine = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=9)
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, prefix_cache_tokens=0))
-    captured, done = [], queue.SimpleQueue()
-    for _ in range(3):
-        for count in (8, 14, 10, 12):
-            (sequence,) = engine.new_sequences([5, 6, 7, 8], SamplingSettings(max_new_tokens=count, ignore_eos=True))
-            scheduler.submit(Job([sequence], lambda news: done.put(news) if news.finish_reason else None))
-        for _ in range(4):
-            done.get(timeout=60)
-        captured.append(engine.target.num_setups + drafter.num_setups)
-    scheduler.close()
-    assert captured[0] > 0 and captured[1] == captured[2]
-
-
-def test_two_generations_take_turns(plain):
-    model = model_of("llama")
-    engine = Engine(model, policy="off")
-    expected = engine.generate(PROMPT, max_new_tokens=10).ids
-    sequences = [engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
-    first, second = (engine.rounds(each) for each in sequences)
-    for _ in range(10):
-        next(first), next(second)
-    assert [each[0].new_ids for each in sequences] == [expected, expected]
 
 
 def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, monkeypatch):
@@ -494,7 +431,7 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
 
 
-def test_what_kernels_look_at_early_is_written_before_a_kernel_that_waits_for_all(plain, monkeypatch):
+def test_inputs_of_overlapping_kernels_are_written_before_a_full_barrier(plain, monkeypatch):
     made = []
 
     def note(module, name):
@@ -553,7 +490,7 @@ def test_a_model_that_is_exact_no_longer_is_refused_until_it_is_again(plain):
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
 
 
-def test_what_cannot_be_captured_is_an_error_where_exact_is_asked_for(plain, monkeypatch):
+def test_exact_steps_that_cannot_be_captured_are_an_error(plain, monkeypatch):
     engine = Engine(model_of("llama", **EXACT), policy="off", exact=True)
     with monkeypatch.context() as failing:
         failing.setattr(Captures, "capture", raising(RuntimeError("operation not permitted")))
@@ -621,22 +558,6 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
     assert engine.target.mode.startswith("captured") and graphs_of(engine.target).num_captured > 0
 
 
-def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
-    graphs, capture = Small(model_of("llama"))._graphs, Captures.capture
-    tries = []
-
-    def every_other(graphs, run):
-        tries.append(run)
-        if len(tries) % 2:
-            raise CaptureError("CUDA error: operation not permitted when stream is capturing")
-        return capture(graphs, run)
-
-    monkeypatch.setattr(Captures, "capture", every_other)
-    for number in range(50):  # in the weeks that a server runs
-        graphs.captured((number,), lambda: None)
-    assert graphs.num_captured == 50 and graphs.num_failures == 50
-
-
 def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
     engine = Engine(model_of("llama"), policy=RandomTrees(6))
     expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids
@@ -660,56 +581,6 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
     assert engine.target.mode == "captured" and not engine.target.pool.is_in_use
 
 
-def test_prompts_are_read_the_same_way_every_time(plain):
-    target = Small(model_of("llama"), chunk_size=5)
-    captured_before = []
-    for _ in range(3):
-        list(target.prefill(target.open(1, 64), 0, PROMPT))
-        captured_before.append(graphs_of(target).num_captured)
-    assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no device to run out of memory")
-def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_the_same():
-    model = model_of("llama", **EXACT).bfloat16()
-    engine = Engine(model, policy=RandomTrees(6), exact=True)
-    expected = engine.generate(PROMPT, max_new_tokens=8).ids
-    model = model_of("llama", **EXACT).bfloat16()
-    engine = Engine(model, policy=RandomTrees(6), exact=True)
-    kept, run = [], CapturedTarget._make_run
-
-    def greedy(target, *given):
-        """Work whose intermediate results there is no memory for while it is captured."""
-        work = run(target, *given)
-
-        def more():
-            if torch.cuda.is_current_stream_capturing():
-                kept.append(torch.empty(2**38, dtype=torch.uint8, device="cuda"))
-            work()
-
-        return more
-
-    CapturedTarget._make_run = greedy
-    try:
-        assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    finally:
-        CapturedTarget._make_run = run
-    graphs = graphs_of(engine.target)
-    assert graphs.num_out_of_memory > 0 and graphs.num_captured == 0 and not kept
-    graphs._no_memory_until = 0.0
-    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    assert graphs.num_captured > 0 and engine.target.mode == "captured, exact in any batch"
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
-def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
-    target = Small(model_of("llama"))
-    cache = target.open(2, 64)
-    tree = random_tree(random.Random(1), [3, 4], 5, 61)
-    first = target.verify(cache, tree).logits.clone()
-    assert torch.equal(target.verify(cache, tree).logits, first)
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
 def test_exact_off_a_gpu_is_refused():
     with pytest.raises(GraftError, match="exact steps need a single GPU and Triton, but the model is on cpu"):
@@ -717,7 +588,7 @@ def test_exact_off_a_gpu_is_refused():
 
 
 @pytest.mark.parametrize("where", ["kernels", "capture"])
-def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain, monkeypatch):
+def test_steps_fall_back_to_eager_with_one_warning(where, plain, monkeypatch):
     model = model_of("llama")
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
 

@@ -1,7 +1,6 @@
 """The captured block drafter without a GPU, its graphs called instead of replayed: against the eager drafter."""
 
 import random
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from graft import Engine
 from graft.model import TargetRunner
 from graft.model.captures import Captures
 from graft.model.step import Chunk
-from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
@@ -138,19 +136,12 @@ def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     assert_alike(text.levels(state, prompt[-1:]), expected)
 
 
-def test_batches_that_take_turns_draft_as_alone(plain, model):
-    text = BlockText(model, SmallDrafter)
-    (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
-    expected = text.levels(first, [11, 6]), text.levels(second, [11])
-    again = text.levels(first, [11, 6]), text.levels(second, [11]), text.levels(first, [11, 6])
-    for levels, known in zip(again, (*expected, expected[0]), strict=True):
-        assert_alike(levels, known)
-
-
 # Engines
 
 
-@pytest.mark.parametrize(("target", "policy"), [(StaticTarget, "dense"), (SmallTarget, "graft")])
+@pytest.mark.parametrize(
+    ("target", "policy"), [pytest.param(StaticTarget, "dense", marks=pytest.mark.slow), (SmallTarget, "graft")]
+)
 def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, target, policy):
     runs = []
     for runner, kind in ((target, SmallDrafter), (lambda model, layers, *_: TargetRunner(model, layers), BlockDrafter)):
@@ -166,40 +157,6 @@ def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, tar
         generation.ids
         for generation in Engine(model, policy="off").generate_batch([PROMPT, PROMPT[3:], [7]], max_new_tokens=20)
     ]
-
-
-def test_a_round_is_a_graph_for_the_entries_and_one_for_the_block(plain, monkeypatch, model):
-    text = BlockText(model, SmallDrafter)
-    cache, state = text.open(PROMPT, [5, 6])
-    text.levels(state, [11, 6])
-    made, replay = [], text.drafter._replay
-    monkeypatch.setattr(
-        text.drafter,
-        "_replay",
-        lambda buffers, kind, *more, **options: (made.append(kind[0]), replay(buffers, kind, *more, **options)),
-    )
-    roots = text.round(cache, state, [11, 6])
-    text.levels(state, roots)
-    assert made == ["read", "block"]
-    made.clear()
-    time_pass(text.drafter, text.target)
-    assert made == ["block"] * 3, "every pass that is timed is made"
-
-
-def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monkeypatch, model):
-    def fail(*given):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    eager = BlockText(model, BlockDrafter)
-    expected = eager.levels(eager.open(PROMPT)[1], [11])
-    monkeypatch.setattr(Captures, "capture", fail)
-    text = BlockText(model, SmallDrafter)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        states = [text.open(PROMPT)[1] for _ in range(2)]
-    assert len(caught) == 1 and "cannot be captured" in str(caught[0].message)
-    for state in states:
-        assert_alike(text.levels(state, [11]), expected)
 
 
 def test_heads_that_no_kernel_can_run_say_why(model):

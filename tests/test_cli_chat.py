@@ -42,12 +42,6 @@ def test_clear_forgets_and_exit_leaves(graft_tiny, engine):
     assert result.out == 2 * answers(engine, "hi")
 
 
-@pytest.mark.parametrize("command", ["/exit", "/quit"])
-def test_exit_and_quit_leave(graft_tiny, command):
-    result = graft_tiny("chat", stdin=f"{command}\nhi\n".encode())
-    assert (result.status, result.out, result.err) == (0, "", "")
-
-
 def test_unknown_command_is_not_sent_to_the_model(graft_tiny):
     result = graft_tiny("chat", stdin=b"/nonsense\n")
     assert result.out == ""

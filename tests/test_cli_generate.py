@@ -2,9 +2,6 @@
 
 import json
 import re
-import shutil
-import sys
-import warnings
 from dataclasses import fields
 from typing import get_args
 
@@ -15,7 +12,7 @@ import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft.cli.generate import ANSWERS
-from graft.cli.options import LOADING, SAMPLING
+from graft.cli.options import SAMPLING
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
 from tiny import BYTE_VOCAB, tiny_model
 
@@ -36,11 +33,6 @@ def test_every_sampling_setting_has_an_option_that_tells_its_default():
             assert option.help.endswith(rf"[dim]\[default: {field.default:g}][/]")
 
 
-def test_help_names_the_policies_that_users_choose_from():
-    (option,) = get_args(LOADING["policy"])[1:]
-    assert option.help.split(".")[0].split(", ") == ["off", "graft"]
-
-
 def test_answer_is_that_of_the_library(graft_tiny, engine):
     expected = engine.generate(HI, max_new_tokens=8).text
     assert graft_tiny("generate", "hi") == Finished(0, expected + "\n", "")
@@ -49,13 +41,6 @@ def test_answer_is_that_of_the_library(graft_tiny, engine):
 def test_raw_continues_the_text_as_it_is(graft_tiny, engine):
     expected = engine.generate("hi", max_new_tokens=8).text
     assert graft_tiny("generate", "hi", "--raw").out == expected + "\n"
-
-
-def test_model_without_chat_template_continues_the_text(graft, model_folder, engine, tmp_path):
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    (folder / "chat_template.jinja").unlink()
-    expected = engine.generate("hi", max_new_tokens=8).text
-    assert graft("generate", "hi", "--model", str(folder), "--max-new-tokens", "8").out == expected + "\n"
 
 
 @pytest.mark.parametrize("words", [["generate"], ["generate", "-"]])
@@ -81,11 +66,6 @@ def test_json_has_all_choices_and_their_logprobs_when_asked(graft_tiny):
     assert first["text"] == facts["text"] != second["text"]
     assert [entry["token"] for entry in second["logprobs"]] == second["ids"]
     assert len(second["logprobs"][0]["alternatives"]) == 3
-
-
-def test_several_answers_are_numbered(graft_tiny):
-    out = graft_tiny("generate", "hi", "--n", "2", "--temperature", "1").out
-    assert out.startswith("[1]\n") and "\n\n[2]\n" in out
 
 
 def test_options_that_repeat_reach_the_model(graft_tiny):
@@ -120,19 +100,6 @@ def test_without_trees_show_tree_says_how_to_see_some(graft_tiny):
     words = "No round had a tree: trees did not seem to pay on this machine. --budget 16 verifies them anyway."
     assert words in graft_tiny("generate", "aaaa", "--show-tree", "--policy", "off").err
     assert words not in graft_tiny("generate", "aaaa", "--show-tree", "--budget", "4").err
-
-
-def test_a_warning_is_one_line_without_a_line_of_source(graft_tiny, monkeypatch):
-    def warn(*arguments):
-        warnings.warn("something is odd", stacklevel=1)
-
-    monkeypatch.setattr(sys.modules["graft.cli.generate"], "_print_stats", warn)
-    assert graft_tiny("generate", "hi", "--stats").err == "warning: something is odd\n"
-
-
-def test_draft_none_takes_no_head(graft_tiny):
-    assert graft_tiny("generate", "hi", "--draft", "none").status == 0
-    assert "no drafter at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
 
 
 def test_trees_are_drawn_on_stderr_and_the_answer_stays_alone_on_stdout(graft_tiny):
@@ -180,12 +147,6 @@ def test_unknown_option_is_refused(verb, graft):
     result = graft(verb, "--temprature", "1")
     assert result.status == 2
     assert "--temprature" in result.err
-
-
-def test_stdin_that_is_not_utf8_is_refused(graft_tiny):
-    result = graft_tiny("generate", stdin=b"gr\xfc\xdfe")
-    assert result.status == 2
-    assert result.err == "error: stdin is not UTF-8 text (invalid start byte at byte 2)\n"
 
 
 @pytest.mark.parametrize("words", [[], [""], ["--raw"]])

@@ -64,12 +64,6 @@ def test_a_token_gets_the_same_bits_among_any_number_of_others():
 
 
 @needs_kernel
-def test_kernel_takes_strided_input_of_any_rank():
-    x, weight = torch.randn(3, 12, 2).transpose(1, 2), torch.randn(5, 12)
-    torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight))
-
-
-@needs_kernel
 @torch.no_grad()
 def test_layer_sends_only_2_to_32_tokens_to_the_kernel(calls):
     layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
@@ -116,17 +110,6 @@ def test_model_stays_as_it_is_where_the_kernel_is_slower(monkeypatch):
     assert not cpu.speed_up(tiny_model())
 
 
-def test_model_in_another_dtype_stays_as_it_is(always_faster):
-    assert not cpu.speed_up(tiny_model().bfloat16())
-
-
-def test_layer_works_where_there_is_no_kernel(no_kernel):
-    layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
-    x = torch.randn(3, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
-
-
 @needs_kernel
 @pytest.mark.parametrize("capability", ["DEFAULT", torch.backends.cpu.get_cpu_capability()])
 @pytest.mark.parametrize("has_threads", [True, False])
@@ -138,20 +121,6 @@ def test_every_kernel_that_this_processor_can_run_gives_torchs_results(monkeypat
         monkeypatch.setattr(cpu, "_threads", lambda: None)
     x, weight = torch.randn(11, 577), torch.randn(67, 577)
     torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight), rtol=1e-4, atol=1e-3)
-
-
-@needs_kernel
-def test_threads_are_those_of_torch():
-    assert cpu._threads() is not None
-    x, weight = torch.randn(9, 64), torch.randn(1000, 64)
-    expected = cpu.few_tokens_linear(x, weight)
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(cpu.few_tokens_linear(x, weight), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_torchs_openmp_is_found_whatever_its_folder_is_called(monkeypatch, tmp_path):

@@ -128,13 +128,6 @@ def test_whole_characters_come_out_as_the_tokenizer_decodes_them(tokenizer):
         assert streamed(tokenizer, ids) == decoded(tokenizer, ids)
 
 
-def test_damaged_text_of_a_byte_level_tokenizer_is_what_it_decodes_as_a_whole():
-    tokenizer, rng = byte_level(), random.Random(1)
-    for _ in range(60):
-        ids = random_ids(tokenizer, rng, damage=0.5)
-        assert streamed(tokenizer, ids) == decoded(tokenizer, ids)
-
-
 def test_damaged_text_comes_out_whenever_it_ends_with_a_whole_character(tokenizer):
     rng = random.Random(2)
     for _ in range(60):

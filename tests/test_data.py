@@ -18,7 +18,7 @@ def test_a_row_is_a_prompt_or_the_first_of_its_turns(tmp_path):
     assert read_prompts(path) == [Prompt("1", "one"), Prompt("7", "two")]
 
 
-def test_nothing_behind_the_limit_is_looked_at(tmp_path):
+def test_lines_after_the_limit_are_not_read(tmp_path):
     path = written(tmp_path, b'{"prompt": "one"}\n{"prompt": "two"}\nnot JSON\n')
     assert [prompt.text for prompt in read_prompts(path, limit=2)] == ["one", "two"]
 
@@ -48,11 +48,6 @@ def test_missing_file_and_folder_are_named(tmp_path):
         read_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(GraftError, match=r"cannot read .*: Is a directory"):
         read_prompts(tmp_path)
-
-
-def test_limit_of_zero_is_refused(tmp_path):
-    with pytest.raises(GraftError, match="limit must be at least 1"):
-        read_prompts(written(tmp_path, b'{"prompt": "one"}'), limit=0)
 
 
 def test_text_is_put_as_a_message_only_where_there_is_a_chat_template():

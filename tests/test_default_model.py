@@ -49,9 +49,9 @@ def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(plain, engine
 
 
 def test_requests_decoded_together_get_what_each_gets_alone(plain, loaded):
-    prompts = ["Name three colours.", "Count to five.", "What is rain?"]
+    prompts = ["Name three colours.", "Count to five."]
     questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    options = [{"max_new_tokens": 8, "temperature": 0.9 * (i % 2), "seed": i} for i in range(3)]
+    options = [{"max_new_tokens": 7, "temperature": 0.9 * i, "seed": i} for i in range(2)]
     expected = [plain.generate(q, **o).text for q, o in zip(questions, options, strict=True)]
     scheduler = Scheduler(loaded)  # whose thread alone runs the model now
     together = [Asked(scheduler, q, **o) for q, o in zip(questions, options, strict=True)]

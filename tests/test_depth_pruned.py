@@ -84,41 +84,6 @@ def test_the_measure_is_the_mean_divergence_over_the_tokens_of_answers(model):
     assert found == (pytest.approx(total / count, rel=1e-4), pytest.approx(right / count))
 
 
-def tagged(num_layers=8):
-    made = tiny_model(num_hidden_layers=num_layers)
-    for number, layer in enumerate(made.model.layers):
-        layer._tag = number
-    return made
-
-
-def test_layers_that_cost_more_than_another_are_not_measured_again(tmp_path):
-    """Costs that grow as layers go, and do not cross: the order is theirs, and few are measured twice."""
-    costs, num_measured = [9.0, 3.0, 1.0, 4.0, 1.5, 9.5, 2.0, 6.0], 0
-
-    def measure(pruned):
-        nonlocal num_measured
-        num_measured += 1
-        gone = set(range(8)) - {layer._tag for layer in pruned.model.layers}
-        return sum(costs[layer] for layer in gone) * (1 + 0.01 * len(gone))
-
-    order = find_removal_order(tagged(), 2, measure, tmp_path / "layers.json", {})
-    assert [layer for layer, _ in order.removed] == [2, 4, 6, 1, 3, 7]
-    assert order.kept(2) == (0, 5) and order.kept(5) == (0, 1, 3, 5, 7)
-    assert num_measured <= 8 + 2 * 5
-
-
-def test_what_is_known_of_a_layer_is_measured_anew_when_it_matters(tmp_path):
-    """Two layers that can stand in for each other: each is cheap to lose, not both."""
-    costs = [9.0, 1.0, 1.1, 2.0]
-
-    def measure(pruned):
-        gone = set(range(4)) - {layer._tag for layer in pruned.model.layers}
-        return sum(costs[layer] for layer in gone) + (5.0 if gone >= {1, 2} else 0.0)
-
-    order = find_removal_order(tagged(4), 1, measure, tmp_path / "layers.json", {})
-    assert order.removed == [(1, 1.0), (3, 3.0), (2, 9.1)]
-
-
 def test_a_search_goes_on_where_it_stopped_and_to_fewer_layers(model, tmp_path):
     measure, path = divergence_of(model), tmp_path / "work" / "layers.json"
     whole = find_removal_order(model, 2, measure, tmp_path / "whole.json", {"answers": 12})
@@ -203,12 +168,6 @@ def test_the_saved_checkpoint_is_the_target_without_the_layers(name, field, tmp_
         assert weight.dtype == torch.float32 and torch.equal(weight, before[key]), key
 
 
-def test_a_tied_output_layer_stays_tied(tmp_path):
-    DepthPrunedModel(tiny_model(tie_word_embeddings=True), (1,)).save(tmp_path, None)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
 def test_layers_that_are_what_they_are_by_their_place_are_refused():
     """Every second layer has experts: the last of three would come second, where there are some."""
     model = tiny_model("qwen3_moe", decoder_sparse_step=2)
@@ -216,13 +175,6 @@ def test_layers_that_are_what_they_are_by_their_place_are_refused():
         DepthPrunedModel(model, (0, 2))
     listed = tiny_model("qwen3_moe", mlp_only_layers=[1, 2])
     assert DepthPrunedModel(listed, (0, 2)).model.config.mlp_only_layers == [1]
-
-
-def test_a_model_without_a_list_of_layers_is_refused(model):
-    odd = tiny_model()
-    odd.config.num_hidden_layers = 7
-    with pytest.raises(GraftError, match="LlamaForCausalLM has no list of its 7 layers"):
-        LayerSubset(odd)
 
 
 # What it learns
@@ -298,23 +250,6 @@ def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, tmp
         optimize(other, SETTINGS, tmp_path / "parts", len(texts()))
 
 
-def test_without_steps_the_weights_stay(model, tmp_path):
-    settings = replace(SETTINGS, steps=0)
-    objective, done = run(model, tmp_path, settings)
-    assert done == 0
-    own, its = objective.head.model.model.layers[1].state_dict(), model.model.layers[2].state_dict()
-    assert all(torch.equal(own[name], its[name]) for name in its)
-
-
-def test_a_target_in_bf16_trains_layers_in_fp32_and_stays_bf16(tmp_path):
-    model = tiny_model().bfloat16()
-    objective = objective_for(model, kept=(0, 2))
-    optimize(objective, replace(SETTINGS, steps=1), tmp_path, len(texts()))
-    assert {p.dtype for p in objective.head.parameters()} == {torch.float32}
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert objective.head.model.get_output_embeddings().weight.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("count", [0, 6, 7])
 def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
     recipe = DepthPrunedRecipe(SETTINGS, count)
@@ -380,17 +315,6 @@ def json_order(out):
     return json.loads((out / "work" / "layers.json").read_text())
 
 
-def test_a_limited_command_goes_on(graft_tiny, graft, model_folder, prompts, tmp_path):
-    first, second = tmp_path / "a", tmp_path / "b"
-    assert graft_tiny("train", *SMALL, "--prompts", prompts, "--out", str(first), "--steps", "0").status == 0
-    asked = ["--model", model_folder, *SMALL, "--answers", str(first / "work" / "answers"), "--out", str(second)]
-    asked += ["--layers", "2", "--steps", "2"]
-    limited = graft("train", *asked, "--max-seconds", "1e-9")
-    assert limited.status == 0 and "after choosing 0 of 1 layers to remove. The same command resumes." in limited.err
-    assert graft("train", *asked).status == 0
-    assert len(json.loads((second / "config.json").read_text())["kept_layers"]) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -404,6 +328,6 @@ def test_a_limited_command_goes_on(graft_tiny, graft, model_folder, prompts, tmp
         (["--kind", "treeflash", "--measured", "9"], "--measured does not apply to --kind treeflash"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+def test_wrong_options_for_a_depth_pruned_model_are_one_line(graft, prompts, tmp_path, words, message):
     result = graft("train", "--prompts", prompts, "--out", str(tmp_path), "--kind", "depth-pruned", *words)
     assert result.status == 2 and message in result.err and result.err.count("\n") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -13,6 +12,7 @@ from graft.hashing import mix64
 from graft.model.kv_cache import Row
 from graft.model.noise import NUM_KINDS, ComingDraws, RowDraws
 from graft.model.step import FlatStep
+from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
@@ -31,15 +31,6 @@ VOCABULARY = 9  # of the tables; texts have fewer tokens, so that equal paths ar
 CONTEXT = RING = 2048
 MOST_NODES, TOTAL, SIZE = 40, 30, 48
 Q = (0.0, 1e-9, 0.004, 0.25, 0.5, 0.5**0.5, 0.9, 1.0)
-NUMBERS = itertools.count(1)
-
-
-class Text:
-    owner = group = None
-    num_prompt_tokens = 0
-
-    def __init__(self, ids):
-        self.ids, self.number = list(ids), next(NUMBERS)
 
 
 def numbers(*values):
@@ -56,7 +47,7 @@ class Case:
         self.rng = rng = random.Random(seed)
         self.num_rows, self.num_tokens, self.num_passes = 1 + seed % 3, 3 + seed % 4, num_passes
         lengths = [rng.choice((1, 2, 3, 30, 1500)) for _ in range(self.num_rows)]
-        self.texts = [Text(self.tokens(length)) for length in lengths]
+        self.texts = [Text(self.tokens(length), 0) for length in lengths]
         self.past = [self.tokens(rng.randrange(1, 60)) for _ in range(6)]
         self.max_depth = rng.choice((3, 12, 40))
         self.caps = [MOST_NODES, *(rng.choice((0, 7, MOST_NODES)) for _ in range(self.num_rows - 1))]
@@ -110,7 +101,7 @@ class Case:
         """The candidates by the C code, and by pass the probability that a beam is accepted."""
         lookup, ngrams = SuffixLookup(), NgramTables(VOCABULARY)
         for text in self.past:
-            lookup.finish(Text(text))
+            lookup.finish(Text(text, 0))
         for top_k in self.learned:
             ngrams.learn(top_k)
         ids = [text.ids for text in self.texts]
@@ -282,8 +273,9 @@ def test_best_first_trees_on_the_device_are_those_of_the_c_code(
 @pytest.mark.parametrize(
     ("seed", "num_passes", "has_block"),
     [
-        *((0, 0, False), (1, 1, False), (2, 3, False), (3, 3, False), (4, 1, True)),
-        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in range(5, 40)),
+        *((0, 0, False), (3, 3, False), (4, 1, True)),
+        pytest.param(1, 1, False, marks=pytest.mark.slow),
+        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in (2, *range(5, 40))),
         *(pytest.param(seed, 1, True, marks=pytest.mark.slow) for seed in range(5, 20)),
     ],
 )

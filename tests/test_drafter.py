@@ -64,13 +64,6 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
 
-def test_several_answers_share_the_prefill_of_the_head_too(model):
-    engine = Engine(model, policy="dense", drafter=Eagle3Drafter(make_head(model), SMALL_TREE))
-    result = engine.generate(PROMPT, n=3, temperature=1.0, seed=1, max_new_tokens=10)
-    plain = Engine(model, policy="off").generate(PROMPT, n=3, temperature=1.0, seed=1, max_new_tokens=10)
-    assert [c.ids for c in result.choices] == [c.ids for c in plain.choices]
-
-
 def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(model):
     drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
@@ -87,16 +80,3 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     fresh = prefilled(engine, sequences[0].ids)
     new = next(drafter.levels(fresh.draft, fresh.roots()))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)
-
-
-def test_who_joins_others_that_wait_for_a_draft_drafts_as_alone(model):
-    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    running, joining, alone = (prefilled(engine, prompt) for prompt in (PROMPT, [5, 6, 7], [5, 6, 7]))
-    for _ in range(3):
-        engine.run_round(running, Clock())
-    running.join(joining)
-    among = next(drafter.levels(running.draft, running.roots()))
-    new = next(drafter.levels(alone.draft, alone.roots()))
-    torch.testing.assert_close(among.probabilities[1:], new.probabilities, atol=1e-4, rtol=1e-3)
-    assert running.draft.lengths[1] == alone.draft.lengths[0]

@@ -9,11 +9,10 @@ import torch
 
 import graft
 from graft import load
-from graft.engine import Engine
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import drafters
-from graft.tuning.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
+from graft.tuning.drafters import NONE, Measured, best_draft, known_results, remember, split_prompts
 from graft.tuning.profile import About
 from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -63,26 +62,11 @@ def test_a_damaged_file_is_passed_over_with_a_warning(content):
     assert best_draft(ABOUT) == NONE
 
 
-def test_names_hold_in_any_folder(tmp_path, monkeypatch):
-    (tmp_path / "head").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert full_name("head") == str(tmp_path / "head")
-    assert [full_name(name) for name in (None, "smollm2-135m", "owner/name")] == [NONE, "smollm2-135m", "owner/name"]
-
-
 def test_a_fifth_of_the_prompts_is_measured():
     prompts = [[number] for number in range(11)]
     lessons, trials = split_prompts(prompts)
     assert trials == [[4], [9]] and sorted(lessons + trials) == prompts
     assert split_prompts(prompts[:4]) == (prompts[:4], [])
-
-
-def test_measuring_counts_what_an_engine_does(model):
-    engine = Engine(model, byte_tokenizer(), drafter=Eagle3Drafter(make_head(model)), policy="dense", budget=8)
-    found = measure(engine, "a head", [[3, 4, 5, 6], [7, 8, 9]], max_new_tokens=12)
-    assert (found.draft, found.prompts) == ("a head", 2)
-    assert found.speed > 0 and found.tokens_per_second > 0 and found.mean_accepted >= 1 and found.passes > 0
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.date)
 
 
 def test_auto_takes_the_fastest_that_was_measured(model, tmp_path):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from graft.model.noise import gumbel_noise
 from graft.model.sampler import truncated, weights
@@ -138,32 +137,8 @@ def test_greedy_drawn_and_truncated_rows_share_a_step_and_each_has_its_bias(smal
     assert not torch.equal(ours, unbiased)
 
 
-@pytest.mark.slow  # each draw has been compared with the reference; in the interpreter 200 take seconds
-def test_frequencies_are_those_of_the_truncated_distribution(small, monkeypatch):
-    monkeypatch.setattr(draw_kernels, "_ROOM", 16)
-    probabilities = torch.tensor([0.05, 0.3, 0.02, 0.2, 0.25, 0.08, 0.1], dtype=torch.float64)
-    number = 200
-    ours, _ = drawn(
-        probabilities.log().float().expand(number, -1),
-        torch.zeros(number, dtype=torch.int32),
-        torch.arange(number),
-        torch.tensor([5]),
-        torch.tensor([70]),
-        torch.tensor([1.0]),
-        torch.tensor([5]),
-        torch.tensor([0.9]),
-        torch.tensor([0.2]),
-    )
-    # Top-k leaves 0.93, in tokens 1, 4, 3, 6 and 5. Nine tenths of this are reached in token 6.
-    kept = np.array([1, 3, 4, 6])
-    counts = np.bincount(ours.numpy(), minlength=7)
-    assert counts[kept].sum() == number
-    expected = probabilities.numpy()[kept]
-    assert chisquare(counts[kept], expected / expected.sum() * number).pvalue > 0.001
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_of_logits_that_are_no_numbers_a_token_of_the_vocabulary_is_chosen(small):
+def test_nan_logits_still_give_a_token_of_the_vocabulary(small):
     logits = torch.randn(6, 300)
     logits[0] = torch.nan
     logits[1, 7] = torch.nan

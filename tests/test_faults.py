@@ -423,11 +423,3 @@ def test_a_failure_with_captured_steps_harms_no_other_request(captured, kind):
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
 def test_a_failure_at_any_point_with_captured_steps_harms_no_other_request(captured, kind):
     fail_everywhere(captured, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
-@pytest.mark.parametrize("part", range(16))
-def test_a_failure_at_any_point_at_several_times_harms_no_other_request(shared, kind, part):
-    fail_everywhere(shared, kind, part, of=16, counts=lambda number: {1, min(2, number), (number + 1) // 2, number})

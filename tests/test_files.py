@@ -11,7 +11,7 @@ import torch
 from graft import files
 from graft.files import remove_partial_files, replacing
 from graft.tuning import learned
-from graft.tuning.profile import About, Profile
+from graft.tuning.profile import About
 
 ABOUT = About("model", None, None, None)
 # Loads the one module, which is quicker than all of Graft.
@@ -62,7 +62,7 @@ def test_two_writers_at_once_do_not_mix(tmp_path):
     assert os.listdir(tmp_path) == ["facts.json"]
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
     path = tmp_path / "facts.json"
     killed_while_writing(path)
     assert not path.exists() and len(os.listdir(tmp_path)) == 1
@@ -98,21 +98,6 @@ def test_a_private_file_can_be_read_by_its_user_alone(tmp_path):
                 assert os.fstat(file.fileno()).st_mode & 0o777 == mode
     finally:
         os.umask(before)
-
-
-def test_two_processes_that_save_a_profile_do_not_disturb_each_other(tmp_path, monkeypatch):
-    path, replace = tmp_path / "profile.safetensors", os.replace
-
-    def other_first(*paths):
-        """Another process saves while the first is about to put its file into place."""
-        monkeypatch.setattr(os, "replace", replace)
-        Profile(ABOUT, {"a": torch.ones(3)}, {}).save(path)
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", other_first)
-    Profile(ABOUT, {"a": torch.zeros(3)}, {}).save(path)
-    assert torch.equal(Profile.read(path).state["a"], torch.zeros(3))
-    assert os.listdir(tmp_path) == ["profile.safetensors"]
 
 
 @pytest.mark.parametrize("name", [None, "tmp1234.partial"], ids=["this version's", "an earlier version's"])

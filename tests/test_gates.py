@@ -232,19 +232,6 @@ def test_launches_behind_a_gate_do_not_overlap(monkeypatch):
         assert overlap.options(torch.device(DEVICE))["OVERLAPS"]
 
 
-@pytest.mark.parametrize(("size", "is_ours"), [(64, True), (40, False)])
-def test_small_products_behind_a_gate_are_our_own_where_they_can_be(size, is_ours, monkeypatch):
-    """PyTorch's product cannot be gated: it runs, and its result is not used."""
-    multiplied = []
-    monkeypatch.setattr(Products, "multiply", lambda products, x, weight, bias=None: multiplied.append(x) or x)
-    multiply, x = Products(torch.device(DEVICE)), numbers(2, size)
-    multiply(x, numbers(size, size))
-    assert not multiplied
-    with gate.under(flag(0)):
-        multiply(x, numbers(size, size))
-    assert bool(multiplied) == is_ours
-
-
 # Whole passes
 
 

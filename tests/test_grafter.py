@@ -24,7 +24,7 @@ VOCAB = 50
 DOOR = ("grafter", "acceptance", "calibration", "budget", "proposers")
 
 
-def test_the_door_needs_neither_transformers_nor_our_engine_and_our_plugin_no_sglang():
+def test_grafter_imports_neither_transformers_nor_our_engine_and_the_plugin_no_sglang():
     program = f"""
 import sys
 sys.modules["transformers"] = sys.modules["sglang"] = None
@@ -143,7 +143,7 @@ def plain_text(count):
 
 @pytest.mark.parametrize("budget", [None, 12])
 @pytest.mark.parametrize("passes", [0, 4])
-def test_rounds_through_the_door_give_the_plain_text_in_fewer_rounds(passes, budget):
+def test_grafter_alone_gives_the_plain_text_in_fewer_rounds(passes, budget):
     step = StepCost((1, 8, 16, 32), usual_shape("cuda"))
     grafter = Grafter(VOCAB, passes, PolicySettings(budget=budget, pass_cost=0.03), step)
     ids, rounds = decode(grafter, 40, passes)
@@ -155,7 +155,7 @@ def test_rounds_through_the_door_give_the_plain_text_in_fewer_rounds(passes, bud
         assert max(sum(tree.num_nodes) for tree, _, _ in rounds) == budget
 
 
-def test_what_one_has_learned_another_takes_on():
+def test_a_grafter_restores_what_another_has_learned():
     def fresh():
         step = StepCost((1, 8, 16, 32), usual_shape("cuda"))
         return Grafter(VOCAB, 4, PolicySettings(budget=12, pass_cost=0.03), step)

@@ -77,32 +77,13 @@ def test_the_longest_match_is_continued_by_what_is_commonest(tmp_path):
     assert match.continuations == [Continuation(ids("de"), [3, 2]), Continuation(ids("df"), [3, 1])]
 
 
-def test_a_match_of_one_token_is_none(tmp_path):
-    store = build(tmp_path, ["abcabd"])
-    assert store.continuations(ids("zb"), 3, 4) == NO_MATCH
-    assert store.continuations(ids("b"), 3, 4) == NO_MATCH
-    assert store.continuations([], 3, 4) == NO_MATCH
-
-
-def test_continuations_end_with_their_document_and_matches_do_not_span_two(tmp_path):
-    store = build(tmp_path, ["abc", "def"])
-    assert store.continuations(ids("ab"), 3, 4).continuations == [Continuation(ids("c"), [1])]
-    assert store.continuations(ids("bc"), 3, 4) == NO_MATCH  # nothing follows it
-    assert store.continuations(ids("cd"), 3, 4) == NO_MATCH
-
-
 def test_ids_outside_the_vocabulary_match_nothing(tmp_path):
     store = build(tmp_path, ["abcd"])
     assert store.continuations([*ids("ab"), 26], 3, 4) == NO_MATCH
     assert store.continuations([2**40, *ids("ab")], 3, 4).length == 2
 
 
-def test_matches_are_bounded(tmp_path):
-    store = build(tmp_path, ["ab" * 40])
-    assert store.continuations(ids("ab" * 30), 1, 4).length == MAX_MATCH
-
-
-def test_of_many_occurrences_a_sample_tells_the_shares(tmp_path):
+def test_many_occurrences_are_sampled(tmp_path):
     # What stands before an occurrence decides its place, so it varies here independently of what follows.
     documents = [f"{LETTERS[i % 15]}{LETTERS[i // 15 % 15]}xy{'p' if i % 4 else 'q'}" for i in range(4000)]
     match = build(tmp_path, documents).continuations(ids("xy"), 2, 4)
@@ -333,11 +314,6 @@ def test_a_second_build_of_the_same_index_is_refused_while_one_runs(tmp_path):
     assert reports
 
 
-def test_token_ids_take_two_bytes_if_the_vocabulary_allows(tmp_path):
-    assert build(tmp_path, ["abcd"], LetterTokenizer()).header.token_bytes == 2
-    assert build(tmp_path, ["abcd"], LetterTokenizer(5000)).header.token_bytes == 4
-
-
 def test_two_processes_look_up_the_same_index_without_torch(tmp_path):
     build(tmp_path, ["abcdefgh"])
     code = (
@@ -374,14 +350,6 @@ def test_proposals_are_one_small_tree_with_evidence_by_match_and_share(tmp_path)
     assert nodes.paths[0].tolist() == pytest.approx([1, d, d * e, d * f])
 
 
-def test_proposals_are_no_deeper_than_asked(tmp_path):
-    lookup = DatastoreLookup(build(tmp_path, ["abcdefghijklmnopqrstuvwxyz"]))
-    for asked, depth in ((1, 1), (3, 3), (40, 16)):
-        candidates = pool_for("abc")
-        propose(lookup, candidates, "abc", max_depth=asked)
-        assert int(candidates.nodes.depths.max()) == depth
-
-
 @pytest.mark.parametrize("max_depth", [1, 2, 9])
 def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path, max_depth):
     candidates = pool_for("xyab", "xyz")
@@ -395,40 +363,6 @@ def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path, max_depth):
     assert ((1, "d") in new) == (max_depth > 1), "below the drafted node, if that may have children"
     assert int(nodes.depths[0].max()) == min(max_depth, len("cdefgh"))
     assert (nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
-
-
-def test_what_others_retrieved_does_not_keep_the_text_itself_from_being_looked_up(tmp_path):
-    candidates = pool_for("xyab", "xxab")
-    copied = torch.tensor([ids("z")] * 2)
-    ones = torch.ones_like(copied)
-    candidates.add(copied, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "xyab", "xxab", max_depth=1, first=2)
-    nodes = candidates.nodes
-    for row, found in enumerate(("zc", "c")):
-        is_node = (nodes.depths[row] > 0) & (nodes.paths[row] > 0)
-        assert nodes.tokens[row][is_node].tolist() == ids(found)
-
-
-def test_a_context_of_one_token_and_one_of_foreign_tokens_propose_nothing(tmp_path):
-    candidates = pool_for("a", "!")
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "a", "!", max_depth=4)
-    assert candidates.width == 1
-
-
-def test_a_datastore_learns_nothing_and_has_no_state(tmp_path):
-    lookup = DatastoreLookup(build(tmp_path, ["abcd"]))
-    lookup.finish(history("abab"))
-    assert lookup.state() == {}
-    lookup.restore({})
-    candidates = pool_for("ab")
-    propose(lookup, candidates, "ab", max_depth=1)
-    assert candidates.nodes.tokens.tolist() == [ids("bc")]
-
-
-def test_every_evidence_has_a_prior_and_more_of_it_is_worth_more():
-    assert DatastoreLookup.prior.shape == (len(DatastoreLookup.names), 25)
-    table = DatastoreLookup.prior.reshape(5, 5)
-    assert bool((table.diff(dim=0) >= 0).all() and (table.diff(dim=1) >= 0).all())
 
 
 def history(text):
@@ -475,11 +409,6 @@ def test_info_reads_all_only_when_asked(tmp_path, graft):
     checked = graft("index", "info", "--verify", str(tmp_path / "index"))
     assert checked.status == 2
     assert path.name in checked.err
-
-
-@pytest.mark.parametrize("verb", ["build", "info"])
-def test_help_shows_an_example(verb, graft):
-    assert f"Example: graft index {verb}" in graft("index", verb, "--help").out
 
 
 def test_errors_are_one_line(tmp_path, model_folder, graft):

@@ -331,24 +331,6 @@ def calls_of(monkeypatch, name):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("window", [None, 24])
-def test_a_tile_of_a_chunk_takes_each_of_its_blocks_once_for_all_its_tokens(window, monkeypatch):
-    """64 tokens in 8 tiles, of blocks of 16 positions; those before the window of a tile's first token are left out."""
-    calls = calls_of(monkeypatch, "_add_block")
-    Problem.make([0], [chain(64)]).attend(window=window)
-    blocks = {None: [1, 1, 2, 2, 3, 3, 4, 4], 24: [1, 1, 2, 2, 3, 2, 3, 2]}[window]
-    assert len(calls) == sum(blocks)
-
-
-@in_the_interpreter
-def test_a_tile_takes_the_blocks_of_a_strip_once_for_all_its_nodes(monkeypatch):
-    """A strip of 20 nodes in tiles of 8, of which the last has a second block, and two of one and two nodes."""
-    calls = calls_of(monkeypatch, "_add_block")
-    Problem.make([0], [SIDE_BRANCHES]).attend()
-    assert len(calls) == 1 + 1 + 2 + 1 + 1
-
-
-@in_the_interpreter
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_splits_of_a_tokens_own_text_are_combined_however_long_others_may_be(window, monkeypatch):
     calls = calls_of(monkeypatch, "_combine")
@@ -443,13 +425,8 @@ def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(mon
     assert int(check_plan(replace(layout, strips=None), 4).num_strips) > int(expected.num_strips)
 
 
-def test_blocks_that_cross_pages_are_refused():
-    with pytest.raises(ValueError, match="a page of 64 slots must consist of whole blocks"):
-        Tiles(keys=128)
-
-
 @pytest.mark.parametrize(("head_dim", "dtype"), in_both([64, 80, 96, 128, 256], quick=[80, 128]), ids=str)
-def test_head_dims(head_dim, dtype):
+def test_attention_is_right_for_every_head_dim(head_dim, dtype):
     check(Problem.random([21, 40], width=2, head_dim=head_dim, dtype=dtype))
 
 
@@ -473,11 +450,6 @@ def test_keys_outside_the_window_are_not_seen(lengths, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_tiles_of_real_use(dtype):
-    check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=attention_kernels.tiles_for(64, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_long_path_in_the_tiles_of_large_models(dtype):
     """Most of what a deep node sees is of its own forward, while plain decoding has it behind it, in whole blocks."""
     nodes = [4, 27, 28, 29, 63] if DEVICE == "cpu" else list(range(64))
@@ -498,7 +470,7 @@ def test_room_for_a_longer_context_changes_nothing():
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_what_is_left_in_the_scratch_changes_nothing(window):
+def test_leftovers_in_scratch_memory_change_nothing(window):
     problem = Problem.make([3, 70], [chain(60), some_tree(5)])
     size = scratch_size(problem.layout(), *problem.query.shape[1:], SMALL)
     first, second = (
@@ -535,13 +507,6 @@ def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_pla
         out = model_attention._by_kernels(query, *stored, step, model_attention.Scores(window=40))
     assert torch.equal(out.flatten(2)[0], expected) and out.shape == (1, len(problem.query), 2, 16)
     assert len(made) == 1
-
-
-@pytest.mark.parametrize("borders", [(30, 64, 64), (32, 64, 40), (48, 64, 64)])
-def test_splits_that_do_not_fit_blocks_are_refused(borders):
-    short, border, long = borders
-    with pytest.raises(ValueError, match="must be multiples of 16 keys"):
-        Tiles(keys=16, short_split=short, border=border, long_split=long)
 
 
 @pytest.mark.parametrize("num_positions", [1, 31, 32, 33, 63, 64, 65, 112, 113, 300])
@@ -598,7 +563,7 @@ def test_paths_are_laid_out_where_trees_branch_and_nothing_is_written_elsewhere(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_turning_and_storing(normed):
+def test_rotated_keys_and_values_are_stored_like_pytorch_does(normed):
     """Ragged rows, a head dimension that is no power of two, and a position past the tables."""
     torch.manual_seed(0)
     heads, kv_heads, head_dim = 5, 3, 12
@@ -619,7 +584,7 @@ def test_turning_and_storing(normed):
     assert int((results[1][1] != keys).any(dim=2).any(dim=1).sum()) == len(qkv), "each token has a slot of its own"
 
 
-def test_storing_without_queries_in_several_layers_at_once():
+def test_several_layers_store_keys_and_values_without_queries():
     torch.manual_seed(0)
     layers, kv_heads, head_dim = 2, 3, 12
     problem = Problem.make([62, 3], [chain(3), chain(2)], kv_heads=kv_heads, head_dim=head_dim)
@@ -657,7 +622,7 @@ def test_a_block_that_sees_all_of_itself(width):
     torch.testing.assert_close(out, torch.cat(expected))
 
 
-def test_adding_and_norm():
+def test_residual_add_and_rms_norm_match_pytorch():
     torch.manual_seed(0)
     stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
     for more in (delta, None):
@@ -666,7 +631,7 @@ def test_adding_and_norm():
         torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
 
 
-def test_activation():
+def test_silu_and_product_match_pytorch():
     gate_up = torch.randn(2, 2 * 37)
     torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
 
@@ -712,16 +677,6 @@ def test_a_tokens_product_is_the_same_beside_any_number_of_others(dtype):
         assert torch.equal(products.multiply(x[-number:], weight, bias), together[-number:]), number
 
 
-def test_what_the_other_tokens_are_changes_nothing():
-    torch.manual_seed(0)
-    weight, x, others = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((128, 192), (70, 192), (70, 192)))
-    products = Products(x.device)
-    expected = products.multiply(x, weight)
-    for kept in (0, 33, 69):
-        others[kept] = x[kept]
-        assert torch.equal(products.multiply(others, weight)[kept], expected[kept])
-
-
 # Every two sizes that a tile may have stand together in one of these.
 QUICK_TILES = [(64, 16, 128), (64, 64, 64), (128, 16, 64), (128, 128, 128), (256, 64, 128), (256, 128, 64)]
 OTHER_TILES = sorted(set(itertools.product((64, 128, 256), (16, 64, 128), (64, 128))) - set(QUICK_TILES))
@@ -742,17 +697,6 @@ def test_tiles_change_no_bit(outputs, tokens, inputs):
     for num_whole in {rows, 1, 0} if outputs > 64 else {rows}:
         tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
         assert torch.equal(products.multiply(x, weight, bias, tile), expected), num_whole
-
-
-def test_devices_that_know_no_descriptors_load_the_same():
-    torch.manual_seed(0)
-    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((384, 192), (150, 192)))
-    products, others = Products(x.device), Products(x.device)
-    others._by_descriptor = False
-    for number in (3, 150):
-        tile = replace(tile_for(number, (384, 192), x.dtype), outputs=128, num_whole=1)
-        expected = products.multiply(x[:number], weight, None, tile)
-        assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
 
 
 @pytest.mark.parametrize(("dtype", "neurons"), [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])], ids=str)
@@ -782,22 +726,6 @@ def test_tiles_change_no_bit_of_an_activation(outputs, tokens, inputs, by_descri
         assert torch.equal(products.multiply(x, weight, None, tile, is_gated=True), expected), num_whole
 
 
-def test_an_activation_is_within_the_product_where_the_product_is_our_own(monkeypatch):
-    made = []
-    monkeypatch.setattr(Products, "multiply", lambda self, x, weight, *bias, **more: made.append((len(x), more)))
-    monkeypatch.setattr("graft.model.kernels.matmul.linear", lambda x, weight, bias: made.append((len(x), "PyTorch")))
-    monkeypatch.setattr(layer_kernels, "silu_mul", lambda gate_up: made.append("activation"))
-    x = torch.zeros(2049, 2048, dtype=torch.float16, device="meta")
-    products, always = Products(x.device), Products(x.device, always=True)
-    even, odd = (torch.zeros(2 * neurons, 2048, dtype=torch.float16, device="meta") for neurons in (2048, 2080))
-    products.activate(x[:2048], even)
-    products.activate(x, even)
-    always.activate(x, even)
-    products.activate(x[:1], odd)  # neurons that are no whole tiles
-    within = {"is_gated": True}
-    assert made == [(2048, within), (2049, "PyTorch"), "activation", (2049, within), (1, {}), "activation"]
-
-
 SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]
 
 
@@ -815,13 +743,6 @@ def test_tiles_leave_nothing_out_and_fit(shape, dtype):
             assert tile.outputs >= (least if is_whole else 2 * least), "instructions have 64 rows"
             size = (tile.outputs + tile.tokens) * tile.inputs * dtype.itemsize
             assert tile.stages >= 2 and tile.stages * size <= shared_memory
-
-
-def test_a_last_round_of_few_tiles_has_halves():
-    whole = tile_for(512, (4096, 4096), torch.bfloat16)
-    halved = tile_for(512, (28672, 4096), torch.bfloat16)
-    assert (whole.outputs, whole.num_whole) == (128, 32), "128 tiles, all at once"
-    assert (halved.outputs, halved.num_whole) == (256, 99), "three rounds of 132 tiles, and 104 halves"
 
 
 def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
@@ -845,7 +766,7 @@ def test_products_need_sizes_of_multiples_of_64():
 
 
 @pytest.mark.parametrize(("vocab_size", "k"), [(5, 4), (1024, 4), (2500, 4), (60, 20)])
-def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size, k):
+def test_top_k_is_ordered_and_the_first_of_equal_values_wins(vocab_size, k):
     torch.manual_seed(0)
     logits = torch.randn(3, vocab_size).round(decimals=1).to(DEVICE)  # many are equal
     logits[1] = -torch.inf
@@ -861,7 +782,7 @@ def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size, k):
 
 
 @pytest.mark.parametrize("keeps_normed", [False, True])
-def test_entries_of_the_head(keeps_normed):
+def test_inputs_of_the_eagle3_layer_match_pytorch(keeps_normed):
     torch.manual_seed(0)
     embedding, hidden, norms = torch.randn(9, 12), torch.randn(6, 12), torch.randn(2, 12)
     tokens, origins = torch.tensor([1, 8, 0, 3]), torch.tensor([2, 0, 4, 4], dtype=torch.int32)
@@ -873,7 +794,7 @@ def test_entries_of_the_head(keeps_normed):
         torch.testing.assert_close(ours, expected)
 
 
-def test_children_of_slots():
+def test_children_of_block_slots_match_pytorch():
     torch.manual_seed(0)
     batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
     logits = torch.randn(batch, num_slots, num_parents, num_candidates)
@@ -885,7 +806,7 @@ def test_children_of_slots():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_of_nan_a_token_of_the_vocabulary_is_chosen():
+def test_nan_drafts_are_tokens_of_the_vocabulary():
     """A wrong draft costs nothing; a token that does not exist would end the process."""
     nan = torch.full((2, 1030), torch.nan, device=DEVICE)
     tokens, _, _ = topk_kernels.highest(nan, 3)
@@ -895,7 +816,7 @@ def test_of_nan_a_token_of_the_vocabulary_is_chosen():
     assert bool(((found >= 100) & (found < 106)).all())
 
 
-def test_slots_of_blocks():
+def test_block_slots_hold_the_root_and_masks():
     embedding, mask, roots = torch.randn(9, 12), torch.randn(12), torch.tensor([8, 0, 3], dtype=torch.int32)
     ours = block_kernels.slots(*(part.to(DEVICE) for part in (roots, embedding, mask)), 4)
     assert torch.equal(ours.cpu(), plain_kernels.slots(roots, embedding, mask, 4))
@@ -903,7 +824,7 @@ def test_slots_of_blocks():
 
 
 @pytest.mark.parametrize("room", [2, 8])
-def test_a_device_goes_down_trees_as_the_walk_does(room):
+def test_the_walk_kernel_accepts_what_the_plain_walk_accepts(room):
     """Rows of several sizes, one of no tokens, and behind them a part of a prompt, which is no tree."""
     rng = random.Random(0)
     sizes = [12, 1, 12, 0, 9, 12, 30]
@@ -924,7 +845,7 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
     assert counts[1] == 1 and counts[3] == 0 and (max(counts) == 2 if room == 2 else max(counts) > 2)
 
 
-def test_a_tree_of_128_tokens_is_gone_down_to_its_end():
+def test_the_walk_kernel_reaches_the_end_of_a_tree_of_128_tokens():
     tokens, parents, chosen = ints(list(range(128))), ints(chain(128)), torch.arange(1, 129, device=DEVICE)
     counts, lengths, roots, following, nodes = ints([0]), ints([0]), ints([0]), ints([[0] * 128]), ints([[0] * 128])
     written = (counts, lengths, roots, following, nodes)
@@ -933,16 +854,8 @@ def test_a_tree_of_128_tokens_is_gone_down_to_its_end():
     assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
 
 
-def test_fewer_beams_lie_together_in_the_memory_of_more():
-    beams = eagle3_kernels.Beams.make(4, 5, 3, torch.device(DEVICE))
-    few = beams.first(3, 2)
-    assert few.tokens.shape == few.cache_places.shape == (3, 2) and few.entries.shape == (3, 2, 3)
-    assert few.num_passes.shape == (3,) and all(part.is_contiguous() for part in vars(few).values())
-    assert few.tokens.data_ptr() == beams.tokens.data_ptr() and beams.first(3).entries.shape == (3, 5, 3)
-
-
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
-def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
+def test_beam_expansion_matches_pytorch_pass_by_pass(topk, keep):
     rows, passes, vocab = 2, 3, 20
     beams = [eagle3_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
     levels = [

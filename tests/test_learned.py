@@ -37,7 +37,7 @@ def files(home):
     return sorted(home.glob("learned-*/*.safetensors"))
 
 
-def test_what_one_process_has_learned_the_next_one_knows(home, model):
+def test_the_next_process_knows_what_one_has_learned(home, model):
     first, second = answered(model), answered(model)
     assert first.ids == second.ids == answered(model, policy="off").ids
     assert second.stats.rounds < first.stats.rounds
@@ -95,7 +95,7 @@ def test_a_file_whose_parts_do_not_fit_together_is_written_anew(home, model):
     assert state["past/lengths"].sum() == len(state["past/tokens"])
 
 
-def test_two_processes_at_once_lose_nothing(home, model):
+def test_two_processes_that_end_together_both_keep_what_they_learned(home, model):
     one, other = load(model), load(model)
     texts = [PROMPT, [40, 41, 7, 7, 11]]
     answers = [engine.generate(text, max_new_tokens=20) for engine, text in zip((one, other), texts, strict=True)]
@@ -105,7 +105,7 @@ def test_two_processes_at_once_lose_nothing(home, model):
     assert sorted(lengths) == sorted(len(text) + len(answer.ids) for text, answer in zip(texts, answers, strict=True))
 
 
-def test_of_texts_the_latest_are_kept_and_of_a_row_the_new_one():
+def test_merging_keeps_the_latest_texts_and_the_new_table_rows():
     long, short = [1] * (MAX_PAST_TOKENS - 2), [2, 3, 4]
     states = [
         {

@@ -1,14 +1,11 @@
 """Memory and cores that a process may use, in folders that stand for the kernel's."""
 
 import os
-from pathlib import Path
 
 import pytest
-import torch
 
 from conftest import pytest_xdist_auto_num_workers
 from graft import machine
-from graft.device_info import free_memory
 
 MIB = 1 << 20
 NO_LIMIT = {1: 9223372036854771712, 2: "max"}  # as each version writes it
@@ -106,34 +103,6 @@ def test_files_that_say_something_else_are_passed_over(kernel):
         write(kernel / "sys/fs/cgroup/job" / name, "what is this")
     write(kernel / "proc/meminfo", "what is this")
     assert (machine.total_memory(), machine.free_memory(), machine.num_cores()) == (1024 * MIB, None, 8)
-
-
-def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(kernel):
-    from graft import Engine
-    from graft.engine.memory import bytes_per_token, num_pages_for
-    from graft.engine.settings import SchedulerSettings
-    from graft.model.kv_cache import PAGE
-    from tiny import tiny_model
-
-    engine = Engine(tiny_model())
-    page = PAGE * bytes_per_token(engine)
-    belong(kernel, 2, "/job")
-    limit_memory(kernel, 2, "job", 80 * page)
-    assert num_pages_for(engine, SchedulerSettings(memory=0.5), 512) == 40
-    assert num_pages_for(engine, SchedulerSettings(), 512) == 20
-
-
-def test_what_is_free_on_a_cpu_is_what_the_control_group_has_left(kernel):
-    belong(kernel, 2, "/job")
-    limit_memory(kernel, 2, "job", 256 * MIB, used=100 * MIB)
-    assert free_memory(torch.device("cpu")) == 156 * MIB
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="there is no /proc")
-def test_this_machine_says_something_that_can_be():
-    free = machine.free_memory()
-    assert free is not None and 0 <= free < machine.total_memory()
-    assert 1 <= machine.num_cores() <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(("memory", "cores", "workers"), [(64, 8, 8), (6, 8, 3), (64, 1, 1), (1, 8, 1)])

@@ -14,10 +14,9 @@ from batches import opened, prefill, prefilled
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
-from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool
+from graft.model.kv_cache import KVCache, KVStore, PagePool
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.mtp import has_head, load_head
 from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
 from graft.tuning.drafters import full_name
@@ -233,36 +232,6 @@ def test_text_with_an_mtp_head_is_that_of_plain_decoding_and_of_transformers(che
     assert drafted > 0
 
 
-def test_what_the_layer_caches_is_what_a_token_takes(checkpoints):
-    latent, plain = (load_drafter("mtp", checkpoints[name].model()) for name in ("deepseek_v3", "glm4_moe"))
-    assert latent.bytes_per_token == 4 * (8 + 4)  # the compressed keys and values, and the rotated part
-    assert plain.bytes_per_token == 4 * 2 * (2 * 8)
-    assert with_tree(plain, TREE).settings == TREE and with_tree(plain, TREE).head is plain.head
-
-
-def test_latent_attention_expands_no_more_than_the_pages_in_use(checkpoints):
-    model = checkpoints["deepseek_v3"].model()
-    drafter = MtpDrafter(load_head(model), TREE)
-    widths = {}
-    for name, decoder in (("target", model.model), ("head", drafter.head.block.model)):
-        expanding = decoder.layers[0].self_attn.kv_b_proj
-        expanding.register_forward_hook(
-            lambda _, inputs, out, name=name: widths.setdefault(name, set()).add(len(out[0, 0]))
-        )
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.generate(PROMPT, max_new_tokens=12)
-    assert engine.target.pool.num_pages > 2
-    assert widths == {"target": {2 * PAGE}, "head": {2 * PAGE}}, "page 0 is nobody's"
-
-
-def test_the_target_stays_as_it_was(checkpoint):
-    model = checkpoint.model().train()
-    head = load_head(model)
-    assert all(module.training for module in model.modules()) and all(p.requires_grad for p in model.parameters())
-    assert head.block.get_input_embeddings() is model.get_input_embeddings(), "not a copy"
-    assert len(model.model.layers) == LAYERS == model.config.num_hidden_layers
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(name, tmp_path):
     """Such a model cannot be a target yet, but its MTP layer is of full attention."""
@@ -306,7 +275,7 @@ EXPERT = LAYER + "mlp.experts.2.up_proj.weight"
         ),
     ],
 )
-def test_what_is_wrong_with_the_weights_is_said_in_one_line(name, change, message, checkpoints, tmp_path):
+def test_wrong_mtp_weights_are_named_in_one_line(name, change, message, checkpoints, tmp_path):
     model = checkpoints["glm4_moe"].model()
     tensors = load_file(f"{checkpoints['glm4_moe'].folder}/model.safetensors")
     tensors.pop(name, None)

@@ -1,4 +1,4 @@
-"""Sixty inputs that are wrong, one by one: each is one line that says what, and never a traceback.
+"""Inputs that are wrong, one by one: each is one line that says what, and never a traceback.
 
 On the command line that is exit status 2; in Python a GraftError, which is a ValueError.
 """
@@ -97,6 +97,21 @@ GENERATE = [  # a prompt, options, words of the error
     ("hi", {"top_p": 0}, "top_p must be above 0"),
     ("hi", {"temprature": 1}, "did you mean 'temperature'"),
     ("hi", {"logit_bias": {999: 1.0}}, "no token 999"),
+    ({"input_ids": [[3]]}, {}, "input_ids"),
+    ([3, 4.0], {}, "4.0"),
+    (torch.tensor([True, False]), {}, "True"),
+    (torch.tensor(3), {}, "not one row"),
+    (torch.tensor([[3, 4], [5, 6]]), {}, "generate_batch"),
+    (["hi", "ho"], {}, "generate_batch"),
+    ("hi", {"top_k": -1}, "top_k"),
+    ("hi", {"n": 0}, "n must be"),
+    ("hi", {"seed": 2**63}, "seed"),
+    ("hi", {"seed": 1.5}, "seed"),
+    ("hi", {"stop": ""}, "stop strings"),
+    ("hi", {"stop_token_ids": 5}, "list"),
+    ("hi", {"logit_bias": {5: float("inf")}}, "below infinity"),
+    ("hi", {"stop_token_ids": [-1]}, "no token -1"),
+    ("hi", {"min_tokens": 300}, "min_tokens"),
     ("hi", {"settings": {"n": 2}}, "settings must be SamplingSettings, not dict"),
 ]
 COMMANDS = [  # words, what is piped in, words of the error
@@ -173,7 +188,7 @@ def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(model_folde
     assert b"\\u" in screen.getvalue() or b"\\x" in screen.getvalue()
 
 
-def test_what_was_refused_once_and_means_something_is_taken(engine, model, tmp_path, model_folder):
+def test_unusual_but_meaningful_inputs_are_accepted(engine, model, tmp_path, model_folder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     whole = engine.generate(engine.user_message("hi"), max_new_tokens=6)
     assert engine.generate(parts, max_new_tokens=6).ids == whole.ids

@@ -5,7 +5,6 @@ import gc
 import json
 import random
 import string
-import warnings
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
-from batches import counting_tokens, graphs_of, prefilled
+from batches import graphs_of, prefilled
 from graft import Engine, GraftError
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
@@ -24,9 +23,7 @@ from graft.loading import load
 from graft.model import TargetRunner
 from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from graft.spec_decode.proposers.text_alignment import (
@@ -189,15 +186,6 @@ def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(stra
     assert alone.ids == plain[0].ids
 
 
-def test_several_answers_to_a_prompt(strangers):
-    model, tokenizer, drafter, *_ = strangers
-    options = {"n": 3, "temperature": 1.0, "seed": 1, "max_new_tokens": 6}
-    prompt = "The quick brown fox jumps over a lazy dog. " * 12
-    plain = Engine(model, tokenizer, policy="off").generate(prompt, **options)
-    answer = Engine(model, tokenizer, policy="dense", drafter=drafter).generate(prompt, **options)
-    assert [choice.ids for choice in answer.choices] == [choice.ids for choice in plain.choices]
-
-
 # Alignment: a draft model that says the same in other tokens
 
 
@@ -252,16 +240,6 @@ def test_text_that_is_cut_elsewhere_is_accepted(own, its, least):
     for answer, expected in zip(engine.generate_batch(prompts, max_new_tokens=24), plain, strict=True):
         assert answer.ids == expected.ids
         assert answer.stats.mean_accepted >= least
-
-
-def test_drafted_tokens_that_are_accepted_are_not_read_again(twins):
-    model, tokenizer, drafter, _ = twins
-    engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = prefilled(engine, engine.encode("the quick brown fox"), max_new_tokens=60)
-    with counting_tokens(drafter.model) as sizes:
-        for _ in range(4):
-            engine.run_round(batch, Clock())
-    assert sizes == [2, 1, 1, 1] + [1] * 12, "a text's last token is run when something is drafted"
 
 
 def test_its_probabilities_are_the_draft_models(twins):
@@ -337,23 +315,6 @@ def test_the_draft_model_reads_the_targets_text(byte_level, metaspace, direction
                 assert unchanged >= settled and row.drafts[:unchanged] == before[:unchanged]
                 assert row.num_settled >= settled
             assert row.drafts == pair.draft.start + pair.draft.encode(pair.target.decode(ids))
-
-
-def test_random_tokens_are_followed(byte_level, metaspace):
-    """Half characters, specials in the middle, tokens that no tokenizer would write: nothing fails."""
-    for its, own in ((metaspace, byte_level), (byte_level, metaspace)):
-        pair, rng = pair_of(its, own), random.Random(2)
-        for _ in range(20):
-            row, known = TextRow(pair), []
-            for _ in range(30):
-                new = [rng.randrange(len(own)) for _ in range(rng.randrange(1, 5))]
-                known += new
-                row.extend(new)
-                row.end()
-            assert row.ids == known
-            copied = row.copy()
-            copied.extend(pair.target.encode("the dog"))
-            assert row.ids == known and copied.ids != known
 
 
 def drafted_behind(pair, text_ids, *texts):
@@ -462,28 +423,6 @@ def test_text_beyond_the_draft_models_context_is_decoded_without_drafts(byte_lev
     assert not runner_of(drafter, engine).pool.is_in_use
 
 
-def test_plain_rounds_between_are_read_later(twins, monkeypatch):
-    model, tokenizer, drafter, _ = twins
-    monkeypatch.setattr(small_model, "MAX_PENDING", 5)
-    dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
-    batch = prefilled(dense, dense.encode("the quick brown fox"), max_new_tokens=60)
-    grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
-    for _ in range(8):
-        dense.run_round(batch, Clock())
-    assert 0 < len(batch.draft.rows[0].unseen) < 6
-    dense.policy.grow = grow
-    before = len(batch.sequences[0].ids)
-    dense.run_round(batch, Clock())
-    assert len(batch.sequences[0].ids) == before + CHAIN.depth + 1
-
-
-def test_what_one_pass_costs_is_measured_on_an_empty_text(strangers):
-    from graft.spec_decode.cost_model import time_pass
-
-    model, _, drafter, *_ = strangers
-    assert time_pass(drafter, TargetRunner(model)) > 0
-
-
 # Loading
 
 
@@ -509,15 +448,6 @@ def refusal(target, draft, **options):
     return message
 
 
-def test_a_folder_of_a_model_with_another_tokenizer_is_a_drafter(folders):
-    names = str(folders / "target"), str(folders / "draft")
-    engine = load(names[0], draft=names[1], policy="dense", dtype="fp32", profile=None)
-    assert isinstance(engine.drafter, OtherTokenizerDrafter)
-    assert with_tree(engine.drafter, CHAIN).settings == CHAIN
-    plain = load(names[0], policy="off", dtype="fp32")
-    assert engine.generate("the dog", max_new_tokens=12).ids == plain.generate("the dog", max_new_tokens=12).ids
-
-
 def test_a_model_in_memory_with_its_tokenizer_is_a_drafter(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
     engine = load(model, tokenizer=byte_level, draft=draft, draft_tokenizer=metaspace, profile=None)
@@ -538,56 +468,10 @@ def test_a_tokenizer_that_changes_text_is_refused(byte_level, metaspace):
     assert "the tokenizer of the target does not restore text" in message
 
 
-def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level, metaspace):
-    class Slow:
-        def get_vocab(self):
-            return {"a": 0}
-
-    model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
-    message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=Slow())
-    assert "the draft model has another vocabulary, and no fast tokenizer" in message
-
-
 def test_a_context_in_which_nothing_can_be_drafted_is_refused(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1, max_position_embeddings=90)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=metaspace)
     assert "the draft model's context leaves room for 9 tokens of text besides 81 drafted ones" in message
-
-
-def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspace):
-    small, large = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=6)
-    with pytest.warns(UserWarning, match="the draft model has more parameters than the target"):
-        load(small, tokenizer=byte_level, draft=large, draft_tokenizer=metaspace, profile=None)
-    same = model_for(byte_level, 1, num_hidden_layers=6)
-    with pytest.warns(UserWarning, match="the draft model has more parameters than the target"):
-        load(small, tokenizer=byte_level, draft=same, profile=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(same, tokenizer=byte_level, draft=small, profile=None)
-
-
-def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace):
-    model, short = model_for(byte_level), {"num_hidden_layers": 1, "max_position_embeddings": 512}
-    options = {"tokenizer": byte_level, "profile": None}
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, it does not draft"):
-        load(model, draft=model_for(metaspace, 1, **short), draft_tokenizer=metaspace, **options)
-    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: beyond it, its drafts are poor"):
-        load(model, draft=model_for(byte_level, 1, **short), draft_tokenizer=byte_level, **options)
-
-
-def test_a_draft_model_needs_no_chat_template(byte_level, metaspace):
-    """The target's is what it reads, as text or by ids."""
-    chatty = wrapped(Tokenizer.from_str(byte_level.backend_tokenizer.to_str()))
-    chatty.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
-    model, messages = model_for(byte_level), [{"role": "user", "content": "the dog"}]
-    expected = Engine(model, chatty, policy="off").generate(messages, max_new_tokens=12)
-    assert expected.prompt_ids == chatty("<|im_start|>the dog<|im_end|><|im_start|>").input_ids
-    for tokenizer in (byte_level, metaspace):
-        assert tokenizer.chat_template is None
-        draft = model_for(tokenizer, 1, num_hidden_layers=1)
-        engine = load(model, tokenizer=chatty, draft=draft, draft_tokenizer=tokenizer, policy="dense", profile=None)
-        answer = engine.generate(messages, max_new_tokens=12)
-        assert answer.ids == expected.ids and answer.stats.nodes > 0
 
 
 def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, byte_level, metaspace, tmp_path):
@@ -615,7 +499,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
         assert found[name].out == ("" if start == "error: " else expected)
 
 
-def test_the_commands_take_it(graft, folders):
+def test_generate_and_bench_take_a_model_with_another_tokenizer(graft, folders):
     names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
     plain = graft("generate", "the dog", "--max-new-tokens", "6", *names[:2], "--policy", "off")
     assert graft("generate", "the dog", "--max-new-tokens", "6", *names, "--budget", "7").out == plain.out
@@ -626,17 +510,13 @@ def test_the_commands_take_it(graft, folders):
 
 def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     """With PyTorch in place of kernels."""
-    from graft.model.cuda_graphs import CapturedTarget
-
-    class Small(CapturedTarget):
-        sizes = (4, 16, 128)
-        contexts = (128,)
+    from captured_parts import OneContext
 
     model, tokenizer, drafter, _ = twins
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
-    monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
+    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", OneContext)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     engine.warm_up(16, 2)
@@ -644,5 +524,5 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     for answer, its in zip(answers, expected, strict=True):
         assert answer.ids == its.ids and answer.stats.mean_accepted == CHAIN.depth + 1
     runner = runner_of(drafter, engine)
-    assert isinstance(runner, Small) and runner.pool is not engine.target.pool
+    assert isinstance(runner, OneContext) and runner.pool is not engine.target.pool
     assert graphs_of(runner).failure is None and drafter.num_setups > 0

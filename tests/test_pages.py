@@ -1,8 +1,6 @@
 """Pages of the KV cache under pressure: shared, copied, given back, grown; and who else touches them meanwhile."""
 
-import queue
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
-from graft.engine.jobs import Failure, Job
-from graft.engine.scheduler import Scheduler
+from graft.engine.jobs import Job
 from graft.engine.settings import SchedulerSettings
 from graft.model import NoRoomError, PagePool, cuda_graphs
 from graft.model.cuda_graphs import CapturedTarget
@@ -265,107 +262,6 @@ def test_pages_freed_while_the_pool_grows_are_free_afterwards(monkeypatch):
     monkeypatch.setattr(torch, "zeros", ending)
     pool.ensure(rows[0], 8 * PAGE)
     assert pool.num_pages - pool.num_free == 8
-
-
-def test_a_pool_that_replaces_another_has_positions_of_its_own(captured, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_FIRST_TOKENS", 4 * PAGE)
-    model = tiny_model("llama", max_position_embeddings=1024)
-    prompt = (PROMPT * 30)[:300]
-    expected = Engine(model, policy="off").generate(prompt, max_new_tokens=8).ids
-    model = tiny_model("llama", max_position_embeddings=1024)
-    engine = Engine(model, policy="off")
-    engine.generate(PROMPT, max_new_tokens=4)
-    engine.target.limit_pages(12)
-    assert engine.generate(prompt, max_new_tokens=8).ids == expected
-
-
-# Requests
-
-
-@pytest.fixture
-def schedule():
-    made = []
-
-    def make(engine, **settings):
-        made.append(Scheduler(engine, SchedulerSettings(**settings)))
-        assert made[-1].is_ready.wait(60)
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-
-
-def new_engine(**options):
-    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=4096), byte_tokenizer(), **options)
-
-
-def ask(scheduler, prompt, **options):
-    """A request, and the queue of what is heard of it."""
-    news = queue.SimpleQueue()
-    engine = scheduler.engine
-    job = Job(engine.new_sequences(engine.encode(prompt), SamplingSettings(**options)), news.put)
-    scheduler.submit(job)
-    return job, news
-
-
-def end_of(news):
-    while True:
-        last = news.get(timeout=60)
-        if isinstance(last, Failure) or last.finish_reason is not None:
-            return last
-
-
-def test_closing_the_server_also_ends_a_request_that_is_just_being_preempted(schedule, monkeypatch):
-    scheduler = schedule(new_engine(policy="off"))
-    preempt, leave, closing = Scheduler._preempt, Scheduler._remove, []
-
-    def leave_and_close(self, jobs):
-        leave(self, jobs)
-        if jobs and not closing:  # the job is neither waiting nor running
-            closing.append(threading.Thread(target=scheduler.close))
-            closing[0].start()
-            while not scheduler.is_closing:
-                time.sleep(0.001)
-            with scheduler._changed:
-                pass
-
-    def round_and_preempt(self, batch, chunks):
-        self.engine.run_round(batch, self.clock, chunks)
-        if not closing:
-            monkeypatch.setattr(Scheduler, "_remove", leave_and_close)
-            preempt(self, next(iter(self._running)))
-
-    monkeypatch.setattr(Scheduler, "_round", round_and_preempt)
-    _, news = ask(scheduler, "abc", max_new_tokens=3000)
-    failure = end_of(news)
-    closing[0].join(timeout=60)
-    assert isinstance(failure, Failure) and "shutting down" in failure.message
-    assert not closing[0].is_alive()
-
-
-def may_grow_trees(scheduler):
-    """Whether the scheduler could be warmed up: until then all requests are decoded plainly."""
-    job, news = ask(scheduler, "abc", max_new_tokens=2)
-    end_of(news)
-    return job.sequences[0].speculates
-
-
-def test_trees_are_grown_with_a_small_cache_too(schedule):
-    assert may_grow_trees(schedule(new_engine(), max_cache_tokens=256))
-
-
-@pytest.mark.parametrize("limit", [{"max_cache_tokens": 256}, {"max_batched_tokens": 512}])
-def test_steps_larger_than_a_text_may_be_are_not_captured_at_the_start(captured, schedule, limit, monkeypatch):
-    monkeypatch.setattr(Small, "sizes", (1, 16, 64, 256, 512))
-    engine = Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=64), byte_tokenizer(), policy="off")
-    assert may_grow_trees(schedule(engine, **{"max_cache_tokens": 4096} | limit))
-
-
-def test_prompts_are_prefilled_in_steps_of_captured_sizes(captured, schedule):
-    scheduler = schedule(new_engine(policy="off"), max_batched_tokens=1024, max_cache_tokens=4096)
-    _, news = ask(scheduler, "abcdefg" * 100, max_new_tokens=3)
-    assert not isinstance(end_of(news), Failure)
 
 
 # Stop strings

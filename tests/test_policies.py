@@ -3,12 +3,9 @@
 from functools import cache
 
 import pytest
-import torch
 
 from graft import Engine, GraftError
 from graft.bench.baselines import BASELINES
-from graft.bench.baselines.paper import KEPT, WIDTHS
-from graft.bench.baselines.template import ENVELOPE, make_template, scaled
 from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
@@ -73,12 +70,6 @@ def test_rows_that_end_at_different_times_keep_their_texts():
         assert [g.ids for g in found] == plain
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "off"])
-def test_policy_verifies_no_more_than_its_budget(name):
-    stats = engine_for(name, budget=9).generate(PROMPTS[0], **GREEDY).stats
-    assert 0 < stats.nodes <= 9 * stats.rounds
-
-
 @pytest.mark.parametrize("name", [name for name, policy in BASELINES.items() if policy.drafts])
 def test_policy_that_drafts_asks_for_a_head(name):
     with pytest.raises(GraftError, match="head"):
@@ -106,55 +97,6 @@ def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_policy_restored_from_nothing_is_as_new(name):
-    new, used, options = engine_for(name), engine_for(name), {"max_new_tokens": 14}
-    used.generate(PROMPTS[0], **options)
-    used.policy.restore({})
-    answers = [engine.generate(PROMPTS[0], **options) for engine in (new, used)]
-    assert answers[0].stats.accepted_by_source == answers[1].stats.accepted_by_source
-    assert answers[0].stats.rounds == answers[1].stats.rounds
-
-
-def test_rows_of_a_batch_draft_as_deep_as_each_would_alone(monkeypatch):
-    monkeypatch.setattr(Batch, "max_depth", 9)  # else the last rounds of a row depend on what the others have left
-    alone = [engine_for("prune").generate(prompt, **GREEDY).stats for prompt in PROMPTS]
-    together = [g.stats for g in engine_for("prune").generate_batch(PROMPTS, **GREEDY)]
-    assert [s.draft_passes for s in together] == [s.draft_passes for s in alone]
-    assert [s.rounds for s in together] == [s.rounds for s in alone]
-
-
-def test_pruned_policies_draft_less_than_dense():
-    passes = {name: engine_for(name).generate(PROMPTS[1], **GREEDY).stats for name in ("dense", "prune", "paper")}
-    per_round = {name: stats.draft_passes / stats.rounds for name, stats in passes.items()}
-    assert per_round["prune"] < per_round["dense"] and per_round["paper"] < per_round["dense"]
-
-
-def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the_way_down():
-    for widths, kept in zip(WIDTHS, KEPT, strict=False):
-        template = make_template(widths)
-        parents, ranks, depths = (
-            column[: template.count] for column in (template.parents, template.ranks, template.depths)
-        )
-        assert tuple(map(depths.count, range(1, max(depths) + 1))) == widths
-        assert template.count == 60 - kept
-        node = 0
-        for depth in range(1, len(widths) + 1):
-            node = 1 + list(zip(parents, ranks, depths, strict=True)).index((node, 0, depth))
-    assert sum(ENVELOPE) == 80 and sum(scaled(ENVELOPE, 60)) == 60
-
-
-def test_a_dear_pass_is_not_taken_and_a_free_one_always_is():
-    model = tiny_model()
-    counts = {}
-    for cost in (0.0, 5.0):
-        drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=6, topk=4, total_token=20))
-        policy = make_policy("graft", TargetRunner(model, drafter.hidden_layers), drafter, 20, pass_cost=cost)
-        stats = Engine(model, policy=policy, drafter=drafter).generate(PROMPTS[1], **GREEDY).stats
-        counts[cost] = stats.draft_passes / stats.rounds
-    assert counts[5.0] < 1 < counts[0.0]
-
-
 def test_grafts_hang_under_drafted_nodes_too():
     """With a drafter whose tokens the text has seen, some accepted path goes from a drafted node to a retrieved one."""
     engine = engine_for("graft")
@@ -172,12 +114,6 @@ def test_grafts_hang_under_drafted_nodes_too():
     engine.generate(PROMPTS[0], **GREEDY)
     drafted = engine.policy.sources.index("drafted")
     assert any(above == drafted and below > drafted for above, below in sources)
-
-
-def test_state_holds_tensors_only():
-    engine = engine_for("graft")
-    engine.generate(PROMPTS[0], **GREEDY)
-    assert all(isinstance(value, torch.Tensor) for value in engine.policy.state().values())
 
 
 @pytest.mark.parametrize(

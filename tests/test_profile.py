@@ -85,14 +85,6 @@ def test_costs_do_not_overrule_a_budget(tuned, tmp_path):
     assert engine.policy.costs() == {} and engine.policy.budget.plain_seconds(1) == 1.0
 
 
-def test_engine_goes_on_learning_from_a_profile(tuned):
-    engine = engine_for(head=0)
-    tuned.save(profile_path(tuned.about))
-    equip(engine, "auto")
-    engine.generate([8, 5, 9, 5, 9], max_new_tokens=16)
-    assert not same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
-
-
 @cache
 def plain_answers():
     engine = engine_for(policy="off")
@@ -134,16 +126,6 @@ def test_a_profile_knows_rows_of_the_temperatures_that_it_was_tuned_at():
         counts = profile.state["calibration/drafted"][0].view(4, -1)  # observations, by kind of row
         learned.append((counts != 16.0).any(dim=1).tolist())  # 16 is the weight of the prior
     assert learned == [[True, False, False, False], [True, False, False, True], [False, True, True, False]]
-
-
-def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch):
-    monkeypatch.setattr("graft.tuning.tuning.MAX_ROWS", 2)
-    engine = engine_for()
-    answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
-    profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)
-    assert all(answer for answer in answers)
-    assert profile.state["adjacency/rows"].tolist() == [7, 9]
-    assert len(profile.state["adjacency/entries"]) == 2
 
 
 # Whose it is
@@ -221,13 +203,6 @@ def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_i
     assert same(engine.policy.state(), new)
 
 
-def test_costs_of_another_shape_are_refused(tuned):
-    path = profile_path(tuned.about)
-    Profile(tuned.about, tuned.state, tuned.costs | {"host_by_rows": torch.ones(2)}).save(path)
-    with pytest.raises(GraftError, match="is no whole profile"):
-        equip(engine_for(head=0), path)
-
-
 @pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
 def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage, tuned):
     path = profile_path(tuned.about)
@@ -246,11 +221,6 @@ def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damag
         equip(engine, "auto")
     assert len(caught) == 1
     assert same(engine.policy.state(), before)
-
-
-def test_profile_that_is_not_there_is_an_error_when_named():
-    with pytest.raises(GraftError, match="cannot be read as a profile"):
-        equip(engine_for(), "missing.safetensors")
 
 
 PACKAGED = sorted((Path(library.__file__).parent / "heads").glob("*/profile*.safetensors"))
@@ -295,14 +265,6 @@ def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny, prompts, home):
     }
     assert {result.status for result in texts.values()} == {0}
     assert len({result.out for result in texts.values()}) == 1
-
-
-def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny, home):
-    (home / "profiles").mkdir(parents=True)
-    (home / "profiles" / "x.safetensors").write_bytes(b"nonsense")
-    result = graft_tiny("generate", "one two")
-    assert result.status == 0 and result.out
-    assert result.err.startswith("warning: ") and result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -128,23 +128,6 @@ def test_a_drawn_tree_is_cut_to_its_likeliest_nodes_and_the_accepted(monkeypatch
     assert "3 ✓" in text and "4  0.10" not in text and "and 1 less likely" in text
 
 
-def test_a_round_without_a_tree_is_plain_decoding():
-    plain = RoundRecord([9], [0], [1.0], ["root"], [], [7])
-    assert [line.rstrip() for line in lines(drawn(plain, "round 1", COLOURS, str))] == [
-        "round 1 after 9: plain decoding, no tree verified",
-        "└── 7  the model's own",
-    ]
-
-
-def test_a_drawn_tree_says_how_much_of_it_may_be_others_text():
-    hiding = RoundRecord([9], [0], [1.0], ["root"], [], [7], num_hidden=3)
-    assert [line.rstrip() for line in lines(drawn(hiding, "round 1", COLOURS, str))] == [
-        "round 1 after 9: 0 of 0 accepted",
-        "├── 7  the model's own",
-        "└── and 3 hidden: they may be text of other users",
-    ]
-
-
 def test_text_is_coloured_by_who_proposed_each_token(model, free):
     engine = oracle(model, free)
     rounds = Rounds(byte_tokenizer(), free.prompt_ids, ("root", "other", "oracle"))
@@ -164,27 +147,6 @@ def test_colouring_never_changes_the_text(model, stop):
         stream = engine.stream(PROMPT, watch=rounds.watch, **options)
         painted = "".join(rounds.paint(piece, COLOURED) for piece in stream)
         assert re.sub(r"\x1b\[[\d;]*m", "", painted) == stream.result.text
-
-
-def test_pruned_proposals_are_drawn_as_such_below_what_they_hang_on():
-    record = RoundRecord(
-        tokens=[9, 1, 2, 3, 4],
-        parents=[0, 0, 1, 1, 3],
-        probabilities=[1.0, 0.9, 0.5, 0.1, 0.2],
-        sources=["root", "drafted", "drafted", "suffix", "suffix"],
-        accepted=[1],
-        new_tokens=[1, 7],
-        num_pruned=2,
-    )
-    tree = drawn(record, "round 1", {"drafted": "green", "suffix": "cyan"}, str)
-    assert "1 of 2 accepted" in tree.label.plain
-    first = tree.children[0]
-    assert [child.label.plain for child in first.children] == [
-        "2  0.50 drafted",
-        "3  0.10 suffix pruned",
-        "7  the model's own",
-    ]
-    assert [child.label.plain for child in first.children[1].children] == ["4  0.20 suffix pruned"]
 
 
 def test_a_round_of_graft_remembers_what_it_pruned():

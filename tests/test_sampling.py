@@ -1,8 +1,5 @@
 """The sampler against plain references, and the exactness of its distribution."""
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from graft import Engine, GraftError, SamplingSettings
+from graft import Engine, SamplingSettings
 from graft.model import VerifyOutput
 from graft.model.noise import gumbel_noise
 from graft.model.sampler import Sampler
@@ -25,6 +22,7 @@ from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING
 from proposers import Oracle, RandomTrees, tree_of
+from reference import splitmix
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]
@@ -65,12 +63,6 @@ def test_same_seed_same_text_with_any_tree_and_with_none(options):
         assert graft.generate(PROMPT, **settings).ids == plain, "nor does what was learned before"
 
 
-def test_other_seeds_give_other_texts():
-    engine = Engine(tiny_model(), policy="off")
-    texts = {tuple(engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=s).ids) for s in range(8)}
-    assert len(texts) == 8
-
-
 def test_answers_of_one_request_differ_and_each_can_be_had_again_by_its_seed():
     engine = Engine(tiny_model(), budget=8)
     result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=5, n=3)
@@ -78,22 +70,6 @@ def test_answers_of_one_request_differ_and_each_can_be_had_again_by_its_seed():
     for choice in result.choices:
         again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=choice.seed)
         assert again.ids == choice.ids
-
-
-def test_rows_with_their_own_settings_are_sampled_as_if_alone():
-    settings = [
-        SamplingSettings(**{**EVERYTHING, "seed": 3}),
-        SamplingSettings(),
-        SamplingSettings(temperature=0.7, seed=9),
-    ]
-    histories = [PROMPT, [1, 2], [4] * 9]
-    logits = [torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(i)) * 3 for i in range(12)]
-    walking = [True] * 3
-    together = Sampler(settings, histories, [2], VOCAB, torch.device("cpu"))
-    drawn = [together.choose(row, walking).tolist() for row in logits]
-    for row in range(3):
-        alone = Sampler(settings[row : row + 1], histories[row : row + 1], [2], VOCAB, torch.device("cpu"))
-        assert [alone.choose(x[row : row + 1], walking[:1]).item() for x in logits] == [d[row] for d in drawn]
 
 
 def test_rows_that_stay_or_join_are_sampled_as_if_alone():
@@ -321,14 +297,6 @@ def test_the_distribution_test_notices_a_biased_rule():
     assert fit(counts, probability) < 1e-6
 
 
-def splitmix(x):
-    """The finalizer of SplitMix64 on numbers modulo 2^64, as its author published it."""
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-    return x ^ x >> 31
-
-
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 7), (-5, 4096), (2**61 + 3, 123_456)])
 def test_noise_is_the_gumbel_quantile_of_a_hash_of_seed_position_and_token(seed, position):
     key = splitmix((splitmix(seed % 2**64) + position) % 2**64)
@@ -336,45 +304,3 @@ def test_noise_is_the_gumbel_quantile_of_a_hash_of_seed_position_and_token(seed,
     uniform = (np.array([each >> 11 for each in bits], dtype=np.float64) + 0.5) / 2**53
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 1000)[0]
     np.testing.assert_allclose(noise.numpy(), -np.log(-np.log(uniform)), rtol=1e-12)
-
-
-def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
-    seeds, positions = torch.tensor([1, 1, 2]), torch.tensor([7, 8, 7])
-    noise = gumbel_noise(seeds, positions, 50_000)
-    assert torch.equal(noise, gumbel_noise(seeds, positions, 50_000))
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert abs(torch.corrcoef(noise[[a, b]])[0, 1]) < 0.02
-    assert abs(float(noise.mean()) - 0.5772) < 0.02 and abs(float(noise.var()) - math.pi**2 / 6) < 0.05
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"temperature": -1}, "temperature must be 0"),
-        ({"temperature": float("nan")}, "finite"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"min_tokens": 300}, "min_tokens"),
-        ({"stop": ""}, "stop strings"),
-        ({"temprature": 1}, "did you mean 'temperature'"),
-        ({"logit_bias": {10_000: 1.0}}, "no token 10000"),
-        ({"stop_token_ids": [-1]}, "no token -1"),
-        ({"n": 0}, "n must be"),
-        ({"logit_bias": {5: float("inf")}}, "below infinity"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop_token_ids": 5}, "list"),
-        ({"seed": 1.5}, "seed"),
-    ],
-)
-def test_bad_settings_say_what_is_wrong(options, words):
-    with pytest.raises(GraftError, match=words):
-        Engine(tiny_model(), policy="off").generate(PROMPT, **options)
-
-
-def test_a_seed_is_drawn_when_none_is_given_and_reported():
-    engine = Engine(tiny_model(), policy="off")
-    result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8)
-    again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8, seed=result.choices[0].seed)
-    assert again.ids == result.ids
-    assert replace(SamplingSettings(seed=4), top_k=3).seed == 4

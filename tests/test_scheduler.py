@@ -89,7 +89,7 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
         assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
 
 
-def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts(model, schedule):
+def test_pages_read_without_the_drafter_do_not_serve_requests_that_draft(model, schedule):
     """Its kept pages hold nothing of the drafter's, which would propose from nowhere."""
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -136,7 +136,7 @@ def test_kept_pages_are_never_read_under_another_salt(schedule):
     assert scheduler.pool.num_prefix_hits == cached[2]
 
 
-def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
+def test_a_prefix_that_another_request_is_reading_is_waited_for(model, schedule):
     scheduler = schedule(max_batched_tokens=64)
     beginning = "It was a dark and stormy night. " * 12
     with undisturbed(scheduler):  # all of them before the first is taken in
@@ -300,22 +300,6 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 50, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(PagePool, "open_with_prefix"), (Sampler, "concat"), (EagerState, "concat")])
-def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
-    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
-    scheduler = schedule("dense", drafter)
-    gate = Gate(scheduler.engine.target)
-    first = Asked(scheduler, "first text here", **LONG)
-    gate.wait()
-    monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
-    second = Asked(scheduler, "second one", max_new_tokens=20)
-    gate.open()
-    assert second.wait().kind == "server"
-    third = Asked(scheduler, "third one is here", max_new_tokens=20)
-    assert third.wait() == alone(model, "third one is here", max_new_tokens=20)
-    assert first.wait() == alone(model, "first text here", **LONG)
-
-
 @pytest.mark.parametrize(
     "part",
     [
@@ -326,7 +310,7 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
         (Policy, "finish"),
     ],
 )
-def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
+def test_a_failure_while_a_row_leaves_harms_no_request(model, schedule, monkeypatch, part):
     scheduler = schedule("dense", Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)))
     gate = Gate(scheduler.engine.target, num_free=0)
     others = [Asked(scheduler, f"abc {number}" * 20, **LONG) for number in range(2)]
@@ -356,7 +340,7 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
     assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
 
 
-def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, monkeypatch):
+def test_submit_and_cancel_do_not_block_while_a_row_is_opened(model, schedule, monkeypatch):
     scheduler = schedule()
     opened, may_go_on, open_with_prefix = threading.Event(), threading.Event(), scheduler.pool.open_with_prefix
 
@@ -398,19 +382,6 @@ def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, sch
     pool.open_with_prefix = open_with_prefix
     assert gone.news.empty() or not isinstance(gone.next(), Failure)
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
-
-
-def test_a_policy_that_cannot_be_prepared_leaves_all_to_plain_decoding(model, monkeypatch):
-    engine = Engine(new_model(), byte_tokenizer(), budget=12)
-    # Before anybody asks, and when somebody does.
-    monkeypatch.setattr(engine.policy, "prepare", failing(2, OUT_OF_MEMORY, engine.policy.prepare))
-    scheduler = Scheduler(engine)
-    first, later = (Asked(scheduler, "abab", max_new_tokens=40) for _ in range(2))
-    expected = alone(model, "abab", max_new_tokens=40)
-    assert first.wait() == later.wait() == expected and first.job.sequences[0].stats.nodes == 0
-    last = Asked(scheduler, "abab", max_new_tokens=40)
-    assert last.wait() == expected and last.job.sequences[0].stats.nodes > 0
-    scheduler.close()
 
 
 # Prompts are read while others are decoded
@@ -591,16 +562,6 @@ def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(mod
     assert backs and asked[0].job not in backs
 
 
-def test_a_request_with_stop_strings_that_was_preempted_ends_where_it_would_have(model, schedule, monkeypatch):
-    scheduler, backs = unsettled(schedule, monkeypatch)
-    whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
-    options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
-    with undisturbed(scheduler):
-        young = [Asked(scheduler, "young", **options) for _ in range(3)]
-    assert [request.wait() for request in young] == [alone(model, "young", **options)] * 3
-    assert young[2].job in backs
-
-
 def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
     scheduler, _ = tight(schedule, model, monkeypatch)
     room = 10 * PAGE - scheduler.pages.slots_ahead
@@ -671,7 +632,7 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
         assert pool.num_prefix_tokens <= kept
 
 
-def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
+def test_the_kv_cache_takes_at_most_its_share_and_the_free_memory_of_a_gpu():
     from graft.engine.memory import _room
 
     gib = 1 << 30
@@ -700,23 +661,3 @@ def test_a_cache_that_is_too_small_for_anything_is_refused():
         Scheduler(Engine(new_model(), byte_tokenizer()), SchedulerSettings(memory=1e-9))
     with pytest.raises(GraftError, match="memory must be a share"):
         SchedulerSettings(memory=85)
-
-
-# What is heard, and when
-
-
-def test_listeners_are_told_while_the_device_works_and_of_the_end_at_once(schedule, monkeypatch):
-    scheduler, order = schedule("off"), []
-    target = scheduler.engine.target
-    for name in ("step", "synchronize"):
-        function = getattr(target, name)
-
-        def note(*given, name=name, function=function):
-            order.append(name)
-            return function(*given)
-
-        monkeypatch.setattr(target, name, note)
-    asked = Asked(scheduler, "a", max_new_tokens=3, ignore_eos=True)
-    asked.job.listener = lambda news: (order.append(f"told {len(news.ids)}"), asked.news.put(news))
-    asked.wait()
-    assert order[-8:] == ["synchronize", "step", "told 1", "synchronize", "step", "told 1", "synchronize", "told 1"]

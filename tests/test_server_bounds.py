@@ -1,11 +1,9 @@
 """What one request may cost the server, and requests that once crashed it or were misread."""
 
 import json
-import threading
 
 import httpx
 import pytest
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gates import PATIENCE, Gate
@@ -14,17 +12,12 @@ from graft.engine.jobs import BusyError, Job
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
-from graft.request.detokenizer import TextStream
-from graft.request.sequence import Sequence
-from graft.server import answers
-from graft.server.answers import Answers, TextAnswers
 from graft.server.grammar import Grammars, SchemasBusyError
 from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
-from served import CHAT, GREEDY, metric, new_engine, post, running
-from tiny import byte_tokenizer
+from served import CHAT, metric, new_engine, post, running
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -74,95 +67,16 @@ def test_many_bad_entries_are_refused_at_the_first(kind, body):
     assert refused.value.error_count() < 150
 
 
-def test_the_first_of_many_unknown_fields_is_named(url):
-    answer = post(url, prompt="x", **{f"x{i}": 1 for i in range(500)})
-    assert message_of(answer) == "x0 is not supported"
-
-
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
 def test_more_log_probabilities_of_prompts_than_a_response_holds_are_refused(url, asked):
     answer = post(url, prompt=["x" * 800] * 128, max_tokens=1, **asked)
     assert "log-probabilities of prompts, more than 1048576" in message_of(answer)
 
 
-def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(url, monkeypatch):
-    threads, built = [], []
-    whole, of_prompt = Answers.whole, Answers.prompt_logprobs
-    monkeypatch.setattr(Answers, "whole", lambda self: (threads.append(threading.current_thread()), whole(self))[1])
-    monkeypatch.setattr(Answers, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
-    answer = post(url, prompt=["ab", "cd"], n=3, prompt_logprobs=1, max_tokens=1)
-    assert len(answer.json()["choices"]) == 6 and len(built) == 2
-    assert [thread.name.startswith("graft-text") for thread in threads] == [True]
-
-
-def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
-    threads = {"spelt": [], "written": []}
-    of_prompt, written = TextAnswers.echoed_logprobs, answers.dump_json
-
-    def spell(self, *given):
-        threads["spelt"].append(threading.current_thread().name)
-        return of_prompt(self, *given)
-
-    def write(content, is_padded=False):
-        if any("y" * 300 in choice.get("text", "") for choice in content.get("choices", ())):
-            threads["written"].append(threading.current_thread().name)
-        return written(content, is_padded)
-
-    monkeypatch.setattr(TextAnswers, "echoed_logprobs", spell)
-    monkeypatch.setattr(answers, "dump_json", write)
-    body = {"prompt": ["y" * 300, "y" * 301], "echo": True, "logprobs": 0, "n": 2, "stream": True}
-    told = post(url, **body, **GREEDY).text
-    assert told.count("y" * 300) == 4 and told.rstrip().endswith("[DONE]")
-    assert len(threads["spelt"]) == 2 and len(threads["written"]) == 4
-    assert all(name.startswith("graft-text") for name in (*threads["spelt"], *threads["written"]))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_echoed_prompt_is_spelt_once(url, monkeypatch, stream):
-    spelt, spell = [], Answers.spell
-    monkeypatch.setattr(Answers, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
-    body = {"prompt": "y" * 300, "echo": True, "logprobs": 0, "n": 2, "speculate": False, "ignore_eos": True}
-    assert post(url, **body, **GREEDY, stream=stream).status_code == 200
-    assert 300 <= len(spelt) < 500
-
-
 def test_stop_strings_are_bounded(url):
     for stop in ("x" * 1025, ["x" * 1025]):
         assert "1024 characters" in message_of(post(url, prompt="x", stop=stop))
     assert post(url, prompt="x", stop=["x" * 1024], max_tokens=1).status_code == 200
-
-
-def test_the_end_of_a_text_is_copied_once_for_all_stop_strings():
-    copies = []
-
-    class Watched(str):
-        def __getitem__(self, place):
-            copies.append(place)
-            return str.__getitem__(self, place)
-
-    stream = TextStream(byte_tokenizer(), [], stop=[f"{i}" * 10 for i in range(9)])
-    stream.text = Watched("abcdefgh")
-    stream.take()
-    assert len(copies) <= 9
-
-
-def test_log_probabilities_of_a_prompt_are_read_a_few_places_at_a_time(monkeypatch):
-    sizes, log_softmax = [], torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: (sizes.append(len(x)), log_softmax(x, dim=dim))[1])
-    ids = [i % 7 for i in range(600)]
-    sequence = Sequence(ids, SamplingSettings(max_new_tokens=1), (), byte_tokenizer())
-    sequence.num_prompt_logprobs = 2
-    logits = torch.randn(600, 11)
-
-    class Verified:
-        counts, index = [600], torch.arange(600)[None]
-
-    Verified.logits = logits
-    sequence.read_prompt(0, Verified)
-    assert sum(sizes) == 599 and max(sizes) <= 256
-    expected = log_softmax(logits, dim=1)[torch.arange(599), torch.tensor(ids[1:])]
-    assert [read.logprob for read in sequence.prompt_logprobs] == pytest.approx(expected.tolist(), abs=1e-5)
-    assert [read.token for read in sequence.prompt_logprobs] == ids[1:]
 
 
 def test_prompts_of_one_request_wait_as_one():

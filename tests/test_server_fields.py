@@ -16,6 +16,10 @@ from served import post, running
 from served_tools import SHORT, engine_with
 
 PAGE = Path(__file__).parent.parent / "docs" / "request-fields.md"
+SHARED = {  # tables that several sections share
+    "Chat completions, completions and responses": ("Chat completions", "Completions", "Responses"),
+    "Chat completions and completions": ("Chat completions", "Completions"),
+}
 USER = {"role": "user", "content": "x"}
 SECTIONS = {
     # the section: its path, its model, a body to which fields are added, and the official client's type for it
@@ -49,9 +53,11 @@ SECTIONS = {
 
 
 def rows_of(section):
-    """Field, status, accepted and refused values of every row of a section's table."""
-    text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-    for line in text.splitlines():
+    """Field, status, accepted and refused values of every row of a section."""
+    page = PAGE.read_text()
+    headings = [section, *(heading for heading, sections in SHARED.items() if section in sections)]
+    texts = [page.split(f"## {heading}\n")[1].split("\n## ")[0] for heading in headings]
+    for line in "\n".join(texts).splitlines():
         if re.match(r"\| `", line):
             field, status, *values = (cell.strip() for cell in line.strip("|").split(" | "))
             accepted, refused = ([json.loads(value) for value in re.findall(r"`(.*?)`", cell)] for cell in values)

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from functools import cache
 
 import httpx
-import openai
 import pytest
 from tokenizers import AddedToken
 
@@ -162,20 +161,6 @@ def test_forced_calls_with_markers_that_are_special_tokens(served, name, templat
     first, told, _ = whole_and_streamed(url, tools=TOOLS[:1], tool_choice=choice, seed=3, max_tokens=600)
     assert first == told and first["content"] == "" and first["calls"]
     assert all(function == "get_weather" and fits(arguments) for function, arguments in first["calls"])
-
-
-def test_a_response_with_special_markers_goes_back_as_it_came(served):
-    _, url = served(marked_engine, SHORT)
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    tools = [{"type": "function", **TOOLS[0]["function"]}]
-    options = {"model": "tiny", "input": "x", "tools": tools, "tool_choice": "required", "temperature": 0}
-    options["max_output_tokens"] = 600
-    response = client.responses.create(**options)
-    assert {item.type for item in response.output} == {"function_call"}
-    *_, last = client.responses.create(stream=True, **options)
-    assert [item.arguments for item in last.response.output] == [item.arguments for item in response.output]
-    back = [{"role": "user", "content": "x"}, *(item.model_dump() for item in response.output)]
-    assert client.responses.create(model="tiny", input=back, max_output_tokens=1).id
 
 
 # The text

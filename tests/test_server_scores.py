@@ -115,6 +115,6 @@ def test_answers_fit_what_they_must(url, wanted, pattern):
         ({"guided_choice": []}, "guided_choice"),
     ],
 )
-def test_what_nothing_can_fit_is_refused(url, body, words):
+def test_an_unsatisfiable_constraint_is_refused(url, body, words):
     answer = post(url, prompt="x", **body)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]

@@ -1,9 +1,7 @@
 """A small model as drafter: what it drafts is what it would say, the text is the target's, and what cannot draft is
 refused in one line."""
 
-import gc
 import json
-import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -20,11 +18,9 @@ from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
 from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.tuning.profile import head_fingerprint
 from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
@@ -114,13 +110,6 @@ def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     assert batch.draft.lengths == [length - 1 for length in batch.cache.lengths]
 
 
-def test_the_same_model_may_be_target_and_drafter(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(model, VOCAB, CHAIN))
-    answer = engine.generate(PROMPT, max_new_tokens=20)
-    assert answer.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
-    assert answer.stats.mean_accepted == CHAIN.depth + 2
-
-
 def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joins(model, other):
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     dense = Engine(model, policy="dense", drafter=drafter)
@@ -136,32 +125,6 @@ def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joi
     batch.keep([1])
     dense.run_round(batch, Clock())
     assert_is_what_the_model_says(other, batch.sequences[0].ids, drafted(drafter, batch)[0])
-
-
-def test_many_pending_tokens_are_read_without_drafting(model, other, monkeypatch):
-    monkeypatch.setattr(small_model, "MAX_PENDING", 3)
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
-    batch = prefilled(engine, PROMPT)
-    engine.policy.grow = Engine(model, policy="off").policy.grow
-    for _ in range(5):
-        engine.run_round(batch, Clock())
-    assert batch.draft.lengths == [len(PROMPT) - 1 + 4] and len(batch.draft.rows[0].pending) == 1
-
-
-def test_several_answers_share_what_the_draft_model_has_read(model):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model(), VOCAB, TREE))
-    options = {"n": 3, "temperature": 1.0, "seed": 1, "max_new_tokens": 10}
-    plain = Engine(model, policy="off").generate(PROMPTS[2], **options)
-    assert [c.ids for c in engine.generate(PROMPTS[2], **options).choices] == [c.ids for c in plain.choices]
-
-
-def test_rows_that_are_too_many_for_a_step_are_run_in_several(model, other, monkeypatch):
-    drafter = SmallModelDrafter(other, VOCAB, TREE)
-    batch = prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS, [7, 7])
-    together = drafted(drafter, batch)
-    monkeypatch.setattr(small_model, "_MAX_STEP", 8)
-    for tree, same in zip(together, drafted(drafter, batch), strict=True):
-        assert [node[:2] for node in tree] == [node[:2] for node in same]
 
 
 @pytest.mark.parametrize("size", [VOCAB + 7, VOCAB - 11])
@@ -209,26 +172,6 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     assert backs
 
 
-def test_the_draft_models_kv_cache_counts_as_memory(model):
-    drafter = SmallModelDrafter(tiny_model(num_hidden_layers=2), VOCAB, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.generate(PROMPT, max_new_tokens=2)
-    stores = {store.bytes_per_token for store in engine.target.pool.stores}
-    assert stores == {engine.target.bytes_per_token(), drafter.bytes_per_token}
-    assert drafter.num_slots == 1 + TREE.depth * TREE.topk
-
-
-def test_an_unused_pool_is_freed_with_its_runners(model, other):
-    drafter = SmallModelDrafter(other, VOCAB, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    engine.generate(PROMPT, max_new_tokens=2)
-    pool, stores = weakref.ref(engine.target.pool), [weakref.ref(store) for store in engine.target.pool.stores]
-    assert len(stores) == 2
-    del engine
-    gc.collect()
-    assert pool() is None and not any(store() for store in stores)
-
-
 # Loading
 
 
@@ -251,18 +194,6 @@ def folders(tmp_path_factory):
     config = AutoConfig.from_pretrained(root / "target")
     AutoModel.from_config(config).save_pretrained(root / "headless")
     return root
-
-
-def test_a_folder_of_a_model_is_a_drafter(folders):
-    engine = graft.load(str(folders / "target"), draft=str(folders / "draft"), policy="dense", dtype="fp32")
-    assert type(engine.drafter) is SmallModelDrafter
-    plain = graft.load(str(folders / "target"), policy="off", dtype="fp32")
-    assert engine.generate("abc", max_new_tokens=12).ids == plain.generate("abc", max_new_tokens=12).ids
-
-
-def test_a_model_in_memory_is_a_drafter(model, other):
-    engine = graft.load(model, draft=other, policy="dense", profile=None)
-    assert engine.drafter.model is other and engine.drafter.settings == TreeSettings()
 
 
 def refusal(target, draft, **options):
@@ -288,14 +219,6 @@ def test_a_model_without_a_causal_head_is_refused(folders):
     assert "nor a causal language model" in message
 
 
-def test_what_is_neither_head_nor_model_is_refused(folders, tmp_path):
-    assert "config.json is missing: give the folder of a draft head or a model" in refusal(
-        str(folders / "target"), str(tmp_path)
-    )
-    (tmp_path / "config.json").write_text("{}")
-    assert "architecture None is neither" in refusal(str(folders / "target"), str(tmp_path))
-
-
 def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
     stateful = tiny_model()
     stateful._is_stateful = True
@@ -308,12 +231,6 @@ def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(
     monkeypatch.setattr(registry, "load_small_model", lambda name, *rest: named.append(name))
     load_drafter(name, model)
     assert named == [name]
-
-
-def test_a_profile_is_of_one_draft_model(model, other):
-    drafters = [SmallModelDrafter(each, VOCAB, tree) for each in (model, other) for tree in (TREE, CHAIN)]
-    first, same, second, _ = map(head_fingerprint, drafters)
-    assert first == same != second
 
 
 def test_more_beams_than_tokens_are_refused(model):
@@ -340,17 +257,13 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
 
 def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     """With PyTorch in place of kernels. The draft model is the target itself: its keys and values are others'."""
-    from graft.model.cuda_graphs import CapturedTarget
-
-    class Small(CapturedTarget):
-        sizes = (4, 16, 128)
-        contexts = (128,)
+    from captured_parts import OneContext
 
     eager = SmallModelDrafter(model, VOCAB, TREE)
     trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
+    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", OneContext)
     drafter = SmallModelDrafter(model, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     drafter.warm_up(engine.target, 3)

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import graft
-from graft import Engine, GraftError, SamplingSettings
+from graft import Engine, GraftError
 from graft.model import TargetRunner
 from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
@@ -97,15 +97,7 @@ def test_sequences_verified_together_give_what_they_give_alone(name):
         assert [g.ids for g in together] == expected
 
 
-def test_prefill_in_chunks_equals_prefill_at_once():
-    model = tiny_model()
-    ids = [
-        Engine(model, policy="off", chunk_size=size).generate(PROMPT * 4, max_new_tokens=12).ids for size in (5, 256)
-    ]
-    assert ids[0] == ids[1]
-
-
-def test_what_was_verified_but_not_committed_leaves_no_trace():
+def test_verified_tokens_that_are_not_committed_leave_no_trace():
     target = TargetRunner(tiny_model("mistral"))
     plain = DraftTree.roots(torch.tensor([4]))
     cache = target.open(1, 64)
@@ -113,30 +105,6 @@ def test_what_was_verified_but_not_committed_leaves_no_trace():
     before = target.verify(cache, plain).logits
     target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
     assert torch.equal(target.verify(cache, plain).logits, before)
-
-
-def test_hidden_states_are_the_inputs_of_the_layers_asked_for():
-    model = tiny_model()
-    target = TargetRunner(model, hidden_layers=(2, 0))
-    cache = target.open(1, 32)
-    (verified,) = target.prefill(cache, 0, PROMPT)
-    states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-    late, early = verified.hidden.chunk(2, dim=-1)
-    torch.testing.assert_close(late, states[2][0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(early, states[0][0])
-
-
-def test_between_rounds_the_model_is_its_owners():
-    """Two answers in progress and the model's own generate in between do not disturb each other."""
-    model = tiny_model()
-    expected = transformers_answer(model, PROMPT, 10)
-    answers = [Engine(model, policy="off").new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
-    first, second = (Engine(model, policy="off").rounds(answer) for answer in answers)
-    for _ in range(10):
-        next(first)
-        assert transformers_answer(model, PROMPT, 10) == expected
-        next(second)
-    assert [answer[0].new_ids for answer in answers] == [expected, expected]
 
 
 @pytest.fixture
@@ -208,17 +176,6 @@ def test_a_forward_that_fails_leaves_the_model_to_its_owner():
     hook.remove()
     assert model.config._attn_implementation == attention and model.training
     assert engine.generate(PROMPT, max_new_tokens=4).ids == transformers_answer(model.eval(), PROMPT, 4)
-
-
-def test_a_model_in_training_is_decoded_as_in_evaluation_and_goes_on_training():
-    model = tiny_model("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5)
-    expected = transformers_answer(model, PROMPT, 10)
-    model.train()
-    frozen = next(model.base_model.children()).eval()
-    next(model.parameters()).requires_grad_(False)
-    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=10).ids == expected
-    assert [module for module in model.modules() if not module.training] == [*frozen.modules()]
-    assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
 
 
 def test_a_longrope_model_ends_where_its_rotation_would_change():

@@ -26,7 +26,7 @@ def test_a_stream_never_shows_the_beginning_of_a_stop_string():
     assert (pieces, is_stopped) == (["x", "", "", ""], True)
 
 
-def test_what_might_have_been_a_stop_string_is_shown_once_it_is_none():
+def test_a_held_back_beginning_is_shown_once_it_is_no_stop_string():
     stream = TextStream(byte_tokenizer(), [], ["Ex", "END"])
     assert pieces_of(stream, "aEENo!") == (["a", "", "E", "", "ENo", "!"], False)
     assert pieces_of(stream, "E") == ([""], False)
@@ -34,7 +34,7 @@ def test_what_might_have_been_a_stop_string_is_shown_once_it_is_none():
 
 
 @pytest.mark.parametrize("stop", [["cd", "bcd"], ["bcd", "cd"]])
-def test_of_two_stop_strings_in_a_text_the_earliest_ends_it(stop):
+def test_the_earliest_of_two_stop_strings_ends_the_text(stop):
     stream = TextStream(byte_tokenizer(), [], stop)
     assert pieces_of(stream, "abcde")[1]
     assert stream.text == "a"

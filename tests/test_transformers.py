@@ -149,29 +149,6 @@ def test_stop_ends_an_answer_where_stop_strings_would():
     assert expected.shape[1] < ids.shape[1] + 40
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_not_compiled_again_for_every_step():
-    model = tiny_model()
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    options = {"max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(PROMPT, **options)
-    whole = torch.compile(model, backend=backend)
-    assert (
-        graft.load(whole, budget=4).generate(PROMPT[0], max_new_tokens=12).ids
-        == expected[0, PROMPT.shape[1] :].tolist()
-    )
-    model.forward = torch.compile(model.forward, backend=backend)  # as transformers' own documentation does
-    assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, **options), expected)
-    assert not compiled
-    model(PROMPT)  # the owner's own calls are
-    assert compiled
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 def test_text_alone_is_taken_by_multimodal_models(kind):
     model, options = tiny_multimodal(kind), {"max_new_tokens": 20, "do_sample": False}
@@ -222,11 +199,6 @@ def test_images_are_read_by_the_models_own_forward_and_answers_decoded_with_tree
         model.generate(ids, custom_generate=graft.decode, draft="early-exit:1", **options)
 
 
-def test_several_answers_are_drawn_apart(model):
-    options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 4}
-    assert len({tuple(row) for row in model.generate(PROMPT, custom_generate=graft.decode, **options).tolist()}) == 4
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -253,15 +225,6 @@ def test_processors_that_know_the_whole_batch_are_refused_for_several_prompts(mo
         model.generate(PROMPT.repeat(2, 1), custom_generate=graft.decode, **options)
 
 
-def test_a_model_that_was_resized_is_decoded_anew():
-    model = tiny_model()
-    options = {"max_new_tokens": 6, "do_sample": False}
-    model.generate(PROMPT, custom_generate=graft.decode, **options)
-    model.resize_token_embeddings(70)
-    result = model.generate(torch.tensor([[3, 65, 66]]), custom_generate=graft.decode, **options)
-    assert torch.equal(result, model.generate(torch.tensor([[3, 65, 66]]), **options))
-
-
 @pytest.fixture
 def loaded(monkeypatch):
     """The tokenizer of every engine that is made."""
@@ -286,15 +249,6 @@ def test_a_model_keeps_its_engine_and_can_still_be_copied_pickled_and_freed(load
     assert gone() is None
 
 
-def test_another_tokenizer_has_an_engine_of_its_own(loaded):
-    model, tokenizers = tiny_model(vocab_size=BYTE_VOCAB), [byte_tokenizer(), byte_tokenizer()]
-    ids = torch.tensor([tokenizers[0].encode("graft")])
-    for tokenizer in (*tokenizers, *tokenizers):
-        options = {"text_tokenizer": tokenizer, "max_new_tokens": 4, "do_sample": False}
-        model.generate(ids, custom_generate=graft.decode, **options)
-    assert loaded == tokenizers
-
-
 def test_a_model_whose_weights_change_between_calls_gives_generates_text():
     model, options = tiny_model(), {"max_new_tokens": 20, "do_sample": False}
     ids = torch.randint(5, 50, (1, 150), generator=torch.Generator().manual_seed(0))  # more than a page
@@ -306,7 +260,7 @@ def test_a_model_whose_weights_change_between_calls_gives_generates_text():
                 parameter.mul_(-1.5)
 
 
-def test_what_is_set_up_in_a_first_sampled_call_draws_nothing_from_torchs_generator():
+def test_setting_up_an_engine_draws_nothing_from_torchs_generator():
     model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": True}
     given = {"custom_generate": graft.decode, "draft": tiny_model(num_hidden_layers=1), "policy": "dense"}
     torch.manual_seed(3)

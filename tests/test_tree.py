@@ -29,13 +29,6 @@ def test_a_chain_is_a_tree_of_one_path(length):
     assert chain.parents[0].tolist() == [0, *range(length - 1)]
 
 
-def test_roots_are_trees_of_one_node():
-    roots = DraftTree.roots(torch.tensor([4, 5]))
-    assert_is_tree(roots)
-    assert roots.tokens.tolist() == [[4], [5]] and roots.max_depth == 0
-    assert roots.parents.tolist() == [[0], [0]]
-
-
 @given(trees(), st.integers(1, 30))
 def test_the_first_places_of_a_tree_are_a_tree(tree, width):
     first = tree.first(width)
@@ -58,18 +51,6 @@ def test_trimming_takes_away_what_is_padding_in_every_row(sources, width):
     trimmed = tree.trimmed()
     assert trimmed.width == width
     assert trimmed.sources.tolist() == [row[:width] for row in sources]
-
-
-def test_lists_say_what_the_tensors_say():
-    tree = random_tree(random.Random(3), [1, 2], 9, vocab_size=5)
-    assert tree.source_lists == tree.sources.tolist()
-
-
-def test_chains_on_a_device_share_nothing():
-    """Others may have gone while a CUDA graph still reads them."""
-    first, second = (DraftTree.chain(torch.zeros(1, 3, dtype=torch.int64, device="meta")) for _ in range(2))
-    assert first.parents is not second.parents
-    assert first.parents.shape == (1, 3)
 
 
 class Never:
