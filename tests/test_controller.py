@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from graft.spec_decode.budget import PassGainsByKind
+from graft.spec_decode.budget import Budget
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.controller import Controller, Outcome
 from graft.spec_decode.cost_model import StepCost
@@ -25,7 +25,7 @@ def controller(path_probs):
     step = StepCost(SIZES)
     seconds = torch.tensor([SECONDS[size] / 1000 for size in SIZES]).double()
     step.restore({"step_sizes": torch.tensor(SIZES), "step_seconds": seconds})
-    one = Controller(step, 0, Calibration([torch.full((4,), 0.5)]), PathCalibration(), PassGainsByKind(0), None, padded)
+    one = Controller(Budget(step, 0, 0.0), Calibration([torch.full((4,), 0.5)]), PathCalibration(), padded)
     paths = np.tile(np.array(path_probs, dtype=np.float32), (ROWS, 1))
     nothing = np.zeros(one.calibration.acceptance_probs.shape, dtype=np.int32)
     one.learn(

@@ -8,11 +8,13 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import block_heads
+import graft.bench.baselines  # noqa: F401 - registers `dense` and the ablations
 import plain_kernels
 from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.device_rows import needs_host
+from graft.engine.memory import _WORKSPACE
 from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
@@ -21,6 +23,10 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.successor_table import FACTORS
+from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
+from graft.tree.device.tables import Tables
 from heads import SMALL_TREE, make_head
 from scheduling import Asked
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -126,6 +132,45 @@ def first_trees(monkeypatch):
 
     monkeypatch.setattr(TokenSequence, "extend", watched)
     return seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_dense_is_the_same_tree_on_the_device_as_on_the_host(on_device, first_trees, monkeypatch, temperature):
+    """All draft passes, a fixed number of nodes, the drafter's own q, and nothing retrieved."""
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 6, "seed": 5, "temperature": temperature}
+
+    def first_round(drafter):
+        first_trees.clear()
+        engine = Engine(model, policy="dense", drafter=drafter(make_head(model).to(DEVICE), SMALL_TREE), budget=7)
+        answers = engine.generate_batch(PROMPTS, **options)
+        assert [answer.ids for answer in answers] == expected
+        for stats in (answer.stats for answer in answers):
+            is_device = drafter is Drafter
+            assert ("propose" in stats.seconds_by_phase) == is_device
+            # Near an answer's end the host drafts less deep.
+            assert (stats.draft_passes == (SMALL_TREE.depth + 1) * stats.rounds) == is_device
+        return dict(first_trees)
+
+    expected = plain_ids(model, PROMPTS, monkeypatch, **options)
+    there = first_round(Drafter)
+    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
+    here = first_round(Eagle3Drafter)
+    for prompt in map(tuple, PROMPTS):
+        assert there[prompt] == here[prompt]
+        assert len(there[prompt]) == 8 and {source for _, source in there[prompt]} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["suffix", "recall", "pruning", "noise"])
+def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeypatch, what):
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}
+    drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
+    engine = Engine(model, policy=f"graft-without-{what}", drafter=drafter, budget=6)
+    answers = engine.generate_batch(PROMPTS, **options)
+    assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
+    assert all("propose" in answer.stats.seconds_by_phase for answer in answers)
 
 
 @pytest.mark.parametrize(
@@ -272,3 +317,36 @@ def test_prompts_of_one_step_teach_the_tables_what_they_teach_the_host_one_by_on
         for part in ("rows", "entries"):
             assert torch.equal(on_gpu[f"{table}/{part}"], on_host[f"{table}/{part}"].cpu()), (table, part)
     assert on_host["adjacency/rows"].tolist() == [3, 5, 9, 17, 21, 30, 42]
+
+
+def device_memory(num_rows, context, past_tokens):
+    """By purpose, of rounds with a tree of EAGLE-3 and a vocabulary of 49,152 tokens; nothing is allocated."""
+    meta = torch.device("meta")
+    known = Tables.make((1 << 18, 1 << 18, 49152), (True, True, False), FACTORS, False, meta)
+    levels, sources = (10, *[24] * 8), Sources(7, 16, 4, drafted=1, copies=2, tables=4)
+    shape = (num_rows, num_rows + 1, context, past_tokens, lambda rows: levels, lambda rows: 10, len(levels), 1)
+    return DeviceRound(*shape, sources, known, meta).memory()
+
+
+def test_device_state_takes_the_memory_that_the_docs_say():
+    megabytes = {what: size / 1e6 for what, size in device_memory(64, 8192, 1 << 18).items()}
+    assert megabytes["texts"] == pytest.approx(65 * 8192 * 4 / 1e6, rel=0.01)
+    assert megabytes["finished texts"] == pytest.approx(8 * (1 << 18) / 1e6)
+    assert sum(megabytes.values()) == pytest.approx(47, abs=1)
+    assert sum(device_memory(64, 8192, 1 << 20).values()) / 1e6 == pytest.approx(94, abs=1)
+
+
+def test_device_state_leaves_most_of_the_workspace_to_graphs_at_the_largest_sizes():
+    assert sum(device_memory(MAX_TREE_TOKENS, 131072, 1 << 20).values()) < _WORKSPACE / 4
+
+
+def test_device_state_does_not_grow_with_what_is_decoded(on_device):
+    """The ring of finished texts holds 1,024 tokens here."""
+    engine = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=2)
+    engine.generate(PROMPT, max_new_tokens=2)
+    before = engine.device_rounds.memory()
+    sequence = TokenSequence([7] * 299, SamplingSettings(), [])
+    for _ in range(5):
+        engine.device_rounds.finish_text(sequence)
+    assert engine.device_rounds.memory() == before and sum(before.values()) > 0
+    assert engine.policy.state()["past/lengths"].tolist() == [299, 299, 299]

@@ -38,7 +38,7 @@ from graft.model.captures import (
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NUM_KINDS, RowDraws
+from graft.model.noise import NOT_SAMPLED, NUM_KINDS, RowDraws
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -47,9 +47,7 @@ from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.controller import Controller, Outcome, Plan
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.policies.graft import Graft
-from graft.spec_decode.policies.off import Off
-from graft.spec_decode.proposers.drafter import DrafterOnDevice, num_setups_of
+from graft.spec_decode.proposers.drafter import DrafterOnDevice, PassesOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import DraftTree
@@ -74,23 +72,12 @@ class DeviceRounds:
 
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
-        self.controller: Controller | None = None
-        self._sources = Sources(num_sources=1, num_buckets=1)
-        if isinstance(policy, Graft):
-            grafter = policy.grafter
-            budget, numbers = grafter.budget, {name: number for number, name in enumerate(grafter.sources)}
-            self.controller = Controller(
-                budget.step,
-                budget.max_passes,
-                grafter.calibration,
-                grafter.path_calibration,
-                budget.passes,
-                budget.fixed,
-                target.size_for,
-            )
-            num_buckets = grafter.calibration.acceptance_probs.shape[2]
-            used = (numbers.get("drafted"), numbers["suffix"], numbers["trigram"])
-            self._sources = Sources(len(grafter.sources), num_buckets, NUM_KINDS, *used)
+        self.controller: Controller | None = policy.controller(target.size_for)
+        calibration = self.controller.calibration if self.controller is not None else None
+        num_buckets = calibration.acceptance_probs.shape[2] if calibration is not None else 1
+        numbers = {name: number for number, name in enumerate(policy.sources)}
+        used = map(numbers.get, ("drafted", "suffix", "trigram"))
+        self._sources = Sources(len(numbers), num_buckets, NUM_KINDS, *used, is_calibrated=calibration is not None)
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
@@ -104,14 +91,10 @@ class DeviceRounds:
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
         """The rounds of an engine; None where the host has to make them."""
-        if not isinstance(target, CapturedTarget) or type(policy) not in (Off, Graft):
+        if not isinstance(target, CapturedTarget) or not policy.runs_on_device:
             return None
-        if isinstance(policy, Graft):
-            if policy.grafter.settings.datastore is not None:
-                return None
-            if drafter is not None and not hasattr(drafter, "run_passes"):
-                return None
-        return cls(target, policy, drafter if isinstance(policy, Graft) else None)
+        used = drafter if policy.drafter is not None else None
+        return cls(target, policy, used) if used is None or hasattr(used, "run_passes") else None
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
         """draft: the drafter's state of the rows."""
@@ -200,7 +183,7 @@ class DeviceRounds:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
         owner = self._round_number  # graphs are over this round's memory, and engines may share a target's graphs
-        draws = choice is not Choice.GREEDY
+        draws = choice is not Choice.GREEDY and self.policy.knows_draws
         propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
         propose_key = (owner, "propose", num_passes, draws, *key)
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
@@ -287,7 +270,7 @@ class DeviceRounds:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
-        kinds = _kinds_of(batch.sequences)
+        kinds = self._kinds_of(batch.sequences)
         return self.controller.plan(kinds, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
@@ -373,7 +356,7 @@ class DeviceRounds:
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
             "owners": [self._learned.owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
-            "kinds": [own.kind for own in draws],
+            "kinds": self._kinds_of(sequences),
             "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
@@ -388,9 +371,16 @@ class DeviceRounds:
         inputs["drafts"][0] = plan.max_passes > 0
         if self.controller is not None:
             inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
+        if self._sources.is_calibrated:
             inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
+
+    def _kinds_of(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        """By row, the kind of its calibration. A tree that knows nothing of draws is that of a greedy row."""
+        if not self.policy.knows_draws:
+            return [NOT_SAMPLED] * len(sequences)
+        return [RowDraws(0, 0, sequence.settings.temperature).kind for sequence in sequences]
 
     # Inside graphs
 
@@ -410,7 +400,8 @@ class DeviceRounds:
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
             draws = (round.inputs["seeds"], round.inputs["temperatures"]) if has_draws else None
             rows = (table_rows, lengths, round.roots, context)
-            draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, round.made, draws)
+            asked = PassesOnDevice(self._target.pool, num_passes, *rows, round.made, draws)
+            draft = partial(drafter.run_passes, asked)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 
     @torch.no_grad()
@@ -437,7 +428,7 @@ class DeviceRounds:
                 truncates=choice is Choice.TRUNCATED,
             )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if learns and self.controller is not None:
+        if learns and self._sources.is_calibrated:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
         round.finish(shape, columns, buffers.by_row, chosen, *learned)
         self._target.commit_moves(tables, round.moves(shape))
@@ -482,6 +473,10 @@ class DeviceRounds:
     def state(self) -> dict[str, Tensor]:
         """What was learned on the device, in the form of the retrievers' own states."""
         return self._learned.state(self._round) if self._round is not None else {}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by purpose, beside those of target and drafter; see `DeviceRound.memory`."""
+        return self._round.memory() if self._round is not None else {}
 
     def reload(self) -> None:
         """Take over the state that the host's retrievers were restored to."""
@@ -557,7 +552,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
-                kinds=_kinds_of(flight.sequences),
+                kinds=self._kinds_of(flight.sequences),
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
@@ -565,11 +560,6 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
-
-
-def _kinds_of(sequences: Sequence[TokenSequence]) -> list[int]:
-    """By row, the kind of its calibration."""
-    return [RowDraws(0, 0, sequence.settings.temperature).kind for sequence in sequences]
 
 
 def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:

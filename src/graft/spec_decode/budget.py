@@ -144,15 +144,25 @@ class Budget:
     plain. The mean counts, not each round: rounds differ, and one that finds nothing says little about the next.
     """
 
-    def __init__(self, step: StepCost, num_passes: int, pass_cost: float | None, fixed: int | None = None) -> None:
-        """pass_cost: of a draft pass before any was timed, in plain steps; None: unknown. fixed: nodes that every row
-        gets in every round; then only the number of draft passes is decided."""
+    def __init__(
+        self,
+        step: StepCost,
+        num_passes: int,
+        pass_cost: float | None,
+        fixed: int | None = None,
+        fixed_passes: int | None = None,
+    ) -> None:
+        """pass_cost: of a draft pass before any was timed, in plain steps; None: unknown.
+
+        fixed: nodes that every row gets in every round. fixed_passes: draft passes of every round. None: what pays.
+        """
         self.step = step
         self.drafting = SecondsByRows()  # of a draft pass
         self.host, self.plain_host = SecondsByRows(), SecondsByRows()  # of the host, in rounds with proposals and plain
         self.max_passes = num_passes
         self.passes = PassGainsByKind(num_passes)
         self.fixed, self.pass_cost = fixed, pass_cost
+        self.fixed_passes = min(fixed_passes, num_passes) if fixed_passes is not None else None
         self.restart()
 
     def restart(self, is_calibrated: bool = False) -> None:
@@ -248,6 +258,8 @@ class Budget:
         num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows. kinds: by row; None:
         all are greedy.
         """
+        if self.fixed_passes is not None:
+            return max(self.fixed_passes - num_done, 0)
         rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
         gains = self.passes.of(num_rows, kinds).of_further(num_done, reach)
         for count, gain in enumerate(gains, start=1):

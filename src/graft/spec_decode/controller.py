@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from graft.model.noise import NUM_KINDS
-from graft.spec_decode.budget import WASTE, PassGains, PassGainsByKind
+from graft.spec_decode.budget import WASTE, Budget, PassGains
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, StepCost, row_class
+from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
@@ -86,23 +86,24 @@ class Controller:
 
     def __init__(
         self,
-        step: StepCost,
-        num_passes: int,
-        calibration: Calibration,
+        budget: Budget,
+        calibration: Calibration | None,
         path_calibration: PathCalibration,
-        passes: PassGainsByKind,
-        fixed: int | None,
         padded: Callable[[int], int] = int,
     ) -> None:
-        """fixed: nodes of each row in every round; None: what pays. padded: the size of a step of so many tokens."""
-        self.step, self.num_passes, self.fixed, self._padded = step, num_passes, fixed, padded
-        self.calibration, self.path_calibration, self.passes = calibration, path_calibration, passes
+        """calibration: None: a drafter's q is taken as it is, and nothing is learned.
+
+        padded: the size of a step of so many tokens.
+        """
+        self.step, self.passes, self._padded = budget.step, budget.passes, padded
+        self.num_passes, self.fixed, self.fixed_passes = budget.max_passes, budget.fixed, budget.fixed_passes
+        self.calibration, self.path_calibration = calibration, path_calibration
         self.proposing = PassSeconds()
         self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
         self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
         self._expected = self._accepted = 1 / WEIGHT  # fading sums over verified nodes
         self._since_trees = 0  # plain rounds since the last with a tree
-        self._usual_passes = num_passes / 2  # running mean, of rounds with trees
+        self._usual_passes = self.num_passes / 2  # running mean, of rounds with trees
 
     # The next round
 
@@ -151,6 +152,8 @@ class Controller:
         num_rows, gains = len(kinds), self._passes_of(kinds)
         self._since_trees = 0
         _, own = self._proposing(num_rows)
+        if self.fixed_passes is not None:
+            return Plan(size, self.fixed_passes, self._padded_thresholds([-1.0] * self.fixed_passes))
         thresholds = []
         for number in range(self.num_passes):
             further = gains.of_further(number, 1.0)
@@ -160,9 +163,10 @@ class Controller:
         if thresholds and num_rows > thresholds[0]:
             most = self._usual_passes + _PASS_MARGIN
             limit = next((limit for limit in self.pass_limits if limit >= most), self.num_passes)
-        return Plan(
-            size, limit, [*thresholds[: max(limit, 1)], *[math.inf] * (self.num_passes + 2)][: self.num_passes + 2]
-        )
+        return Plan(size, limit, self._padded_thresholds(thresholds[: max(limit, 1)]))
+
+    def _padded_thresholds(self, thresholds: Sequence[float]) -> list[float]:
+        return [*thresholds, *[math.inf] * (self.num_passes + 2 - len(thresholds))]
 
     def _step_seconds(self, num_tokens: int) -> float:
         return self.step.seconds(self._padded(num_tokens))
@@ -192,6 +196,8 @@ class Controller:
     @property
     def pass_limits(self) -> list[int]:
         """Numbers of draft passes that a round may be captured for, rising; with 0 only retrieval proposes."""
+        if self.fixed_passes is not None:
+            return [self.fixed_passes]
         return [0, *range(_PASS_STRIDE, self.num_passes, _PASS_STRIDE), self.num_passes] if self.num_passes else [0]
 
     @property
@@ -203,6 +209,8 @@ class Controller:
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from a round."""
+        if self.calibration is None:
+            return
         num_rows, is_plain = outcome.num_rows, outcome.is_plain
         if outcome.step_seconds > 0 and self.fixed is None:
             num_tokens = self._padded(outcome.tokens + outcome.num_prefill_tokens)

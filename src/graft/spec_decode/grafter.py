@@ -73,9 +73,10 @@ class Round:
 class Grafter:
     """Ranks the proposals of a drafter and all retrievers, and chooses the nodes that pay.
 
-    Subclasses may override its four decisions: `make_retrievers`, `goes_on` (another draft pass?), `best_of` (which
-    candidates?) and `calibrate`.
+    Subclasses may override its three decisions: `make_retrievers`, `best_of` (which candidates?) and `calibrate`.
     """
+
+    runs_on_device = True  # whether rounds that the device makes by itself decide as this class does
 
     def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
         """num_passes: the most that the drafter makes in a round; 0 without a drafter. step: step times, used if
@@ -87,9 +88,9 @@ class Grafter:
         self._tables: list[Retriever] = [each for each in self.retrievers if isinstance(each, NgramTables)]
         self._copies = [each for each in self.retrievers if each not in self._tables]
         if settings.budget is not None:  # the step is the unit of time
-            self.budget = Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget)
+            self.budget = Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget, settings.passes)
         else:
-            self.budget = Budget(step, num_passes, USUAL_PASS_COST)
+            self.budget = Budget(step, num_passes, USUAL_PASS_COST, fixed_passes=settings.passes)
         # By source number, the drafter first.
         names, priors, sampled_priors = ["root"], [], []
         if num_passes:

@@ -25,9 +25,11 @@ class PolicySettings(Settings):
     pass_cost: float | None = None  # of a draft pass, in verify steps of the whole budget; None: measured
     isolated: bool = False  # texts of different owners learn nothing from each other; all use a restored state
     datastore: Datastore | None = None  # an index on disk to retrieve from, for `graft` alone
+    passes: int | None = None  # draft passes of every round, to measure with; None: what pays
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
         good = self.budget is None or (is_whole and 1 <= self.budget <= MAX_BUDGET)
         require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget!r}")
+        require(self.passes is None or self.passes >= 0, f"passes must be 0 or more, not {self.passes}")
         require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")

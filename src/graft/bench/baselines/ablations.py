@@ -1,9 +1,11 @@
 """Ablations: the policy `graft` with one part left out, to measure what that part contributes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graft.bench.baselines.native import keep_best
 from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.policies.graft import Graft
@@ -21,6 +23,8 @@ class WithoutSuffix(Grafter):
 class WithoutPast(Grafter):
     """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
 
+    runs_on_device = False
+
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         usual = super().make_retrievers(vocab_size, settings)
         return [SuffixLookup(keep_past=False) if isinstance(r, SuffixLookup) else r for r in usual]
@@ -30,6 +34,7 @@ class _OtherOrders(Grafter):
     """`graft` with n-gram tables of other orders: 1 is the adjacency matrix."""
 
     orders: tuple[int, ...]
+    runs_on_device = False
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         usual = [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, NgramTables)]
@@ -54,10 +59,13 @@ class WithoutRecall(_OtherOrders):
     """`graft` without any table of the target's top-k tokens."""
 
     orders = ()
+    runs_on_device = True
 
 
 class WithoutCalibration(Grafter):
     """`graft` without calibration: acceptance probabilities stay at their priors."""
+
+    runs_on_device = False
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Learns nothing."""
@@ -66,12 +74,14 @@ class WithoutCalibration(Grafter):
 class WithoutPruning(Grafter):
     """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
-    def goes_on(self, num_done: int, reach: list[float], going: list[bool], kinds: list[int]) -> list[bool]:
-        return going
+    def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
+        super().__init__(vocab_size, num_passes, replace(settings, passes=num_passes), step)
 
 
 class WithoutMerging(Grafter):
     """`graft` without merging: a path that several sources propose takes several nodes of the budget."""
+
+    runs_on_device = False
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
         keep_best(candidates, caps)

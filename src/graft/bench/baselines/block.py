@@ -22,6 +22,7 @@ class Block(Dense):
     """The chain of the likeliest drafts, without pruning and grafting."""
 
     kept_of_a_level = 1
+    runs_on_device = False
 
 
 class BlockPaper(Paper):

@@ -1,6 +1,6 @@
 """dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same with gates that stop drafting."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -8,15 +8,23 @@ from graft.bench.baselines.gates import Drafted, Gates, draft_through_gates
 from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
+from graft.spec_decode.budget import Budget
+from graft.spec_decode.calibration import PathCalibration
+from graft.spec_decode.controller import Controller
+from graft.spec_decode.cost_model import UnitCost
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
 
 class Dense(Policy):
-    """The likeliest nodes of the whole drafted tree, without pruning and grafting."""
+    """The likeliest nodes of the whole drafted tree, without pruning and grafting.
 
-    drafts = True
+    Where the device makes rounds by itself it is a round of `graft` with one source that is believed, a fixed number
+    of nodes, and all draft passes.
+    """
+
+    drafts = runs_on_device = True
     sources = ("root", "drafted")
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
@@ -24,6 +32,12 @@ class Dense(Policy):
         self.drafter = drafter
         self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
         self.drafted: Drafted | None = None  # in the last round
+
+    def controller(self, padded: Callable[[int], int]) -> Controller:
+        assert self.drafter is not None
+        num_passes = self.drafter.max_passes
+        budget = Budget(UnitCost(), num_passes, 0.0, fixed=self._budget, fixed_passes=num_passes)
+        return Controller(budget, None, PathCalibration(), padded)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
@@ -47,6 +61,8 @@ class DenseWithNoise(Dense):
 
 class Prune(Dense):
     """The published method without its grafts: only the draft depth is dynamic."""
+
+    runs_on_device = False
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         super().__init__(target, drafter, settings)

@@ -47,6 +47,8 @@ def calibrated_gates(
 class GateWatch(Dense):
     """`dense` or `block` that records each round's confidences at the gates and its number of accepted nodes."""
 
+    runs_on_device = False
+
     def __init__(
         self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings, chain: bool = False
     ) -> None:

@@ -6,7 +6,7 @@ The base class keeps the drafter and the retrievers up to date, which all polici
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.controller import Controller
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, Learner, TargetTopK, salt_of
 from graft.spec_decode.proposers.drafter import Drafter, DraftState
@@ -48,6 +49,7 @@ class Policy(ABC):
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
+    runs_on_device = False  # whether a GPU can make its rounds by itself; see `controller`
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -62,6 +64,13 @@ class Policy(ABC):
 
     def measure(self) -> None:  # noqa: B027 - optional
         """Measure, once, costs that rounds would teach otherwise; a server does so at start-up."""
+
+    def controller(self, padded: Callable[[int], int]) -> Controller | None:
+        """What plans the rounds that the device makes by itself; None: they are plain.
+
+        padded: the size of a step of so many tokens.
+        """
+        return None
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:

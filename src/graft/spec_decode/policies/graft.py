@@ -6,7 +6,7 @@ The decisions are in `grafter`, which knows no engine. This policy gives it our 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.controller import Controller
 from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
 from graft.spec_decode.grafter import Grafter, Round
 from graft.spec_decode.policies.base import DraftResult, Policy
@@ -53,6 +54,14 @@ class Graft(Policy):
         self._setups_before = 0
         self._ended = 0.0  # when the last round ended
         self.on_device: LearnedOnDevice | None = None
+
+    @property
+    def runs_on_device(self) -> bool:  # type: ignore[override]
+        return self.grafter.runs_on_device and self.grafter.settings.datastore is None
+
+    def controller(self, padded: Callable[[int], int]) -> Controller:
+        grafter = self.grafter
+        return Controller(grafter.budget, grafter.calibration, grafter.path_calibration, padded)
 
     def prepare(self) -> None:
         budget = self.budget

@@ -16,6 +16,8 @@ from graft.tree.tree import DraftTree
 class Off(Policy):
     """Verifies roots alone."""
 
+    runs_on_device = True
+
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         pass
 

@@ -120,6 +120,24 @@ class Drafter(Protocol):
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
 
 
+@dataclass(frozen=True)
+class PassesOnDevice:
+    """The draft passes of a round that the device makes by itself, of R rows with padding."""
+
+    pool: PagePool
+    num_passes: int  # the most
+    table_rows: Tensor  # [R] rows of the block tables
+    lengths: Tensor  # [R] entries of each
+    roots: Tensor  # [>= R] the last tokens of the texts
+    context: int  # the longest text that the graph is for
+    made: Tensor  # [> passes] int32: whether each pass is made
+    draws: tuple[Tensor, Tensor] | None  # [>= R] seeds and temperatures of coming draws, if drafts may know them
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.table_rows)
+
+
 class DrafterOnDevice(Drafter, Protocol):
     """A drafter whose passes can be a part of rounds that the device makes by itself."""
 
@@ -135,25 +153,11 @@ class DrafterOnDevice(Drafter, Protocol):
     def beams_of(self, num_rows: int) -> int:
         """Nodes of a level that the next pass expands."""
 
-    def run_passes(
-        self,
-        pool: PagePool,
-        num_rows: int,
-        num_passes: int,
-        table_rows: Tensor,
-        lengths: Tensor,
-        roots: Tensor,
-        context: int,
-        made: Tensor,
-        draws: tuple[Tensor, Tensor] | None,
-        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
-    ) -> None:
-        """Run the passes within a graph, each only if its flag in `made` is set when it runs.
+    def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
+        """Run the passes within a graph, each only if its flag in `asked.made` is set when it runs.
 
-        The first may run in any case, since the host knows its flag. table_rows, lengths, roots: [R] rows of the block
-        tables, the entries of each, and the last tokens of the texts. draws: [R] seeds and temperatures of the rows'
-        coming draws, if drafts may know them. add_level: takes a pass's number, and tokens, parents and probabilities
-        of its nodes, depth by depth; it sets the flag of the next pass.
+        The first may run in any case, since the host knows its flag. add_level: takes a pass's number, and tokens,
+        parents and probabilities of its nodes, depth by depth; it sets the flag of the next pass.
         """
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:

@@ -53,6 +53,11 @@ class Found:
         counts = torch.empty(shape, dtype=torch.int32, device=device)
         return cls(counts, torch.empty(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
 
+    @classmethod
+    def num_bytes(cls, num_rows: int, num_places: int, num_tokens: int) -> int:
+        found = cls.make(num_rows, num_places, num_tokens, torch.device("meta"))
+        return found.counts.nbytes + found.positions.nbytes
+
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
     """Start a round: the roots are the last tokens of the texts at `table_rows` [R], and all else is padding."""

@@ -30,7 +30,7 @@ def add_level(
     tokens: Tensor,  # [R * n] whole numbers: depth by depth, likeliest first
     parents: Tensor,  # [R * n] likewise, numbers in the drafted tree: 0 is the root
     probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding, behind the last level
-    acceptance_probs: Tensor,  # [kinds * agreements, sources, buckets] float32
+    acceptance_probs: Tensor | None,  # [kinds * agreements, sources, buckets] float32; None: q is taken as it is
     factors: Tensor,  # int64, by depth
     starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
     kinds: Tensor,  # [R] int32 of rows, see `Draws`
@@ -61,7 +61,7 @@ def add_level(
         tokens,
         parents,
         probabilities,
-        acceptance_probs,
+        acceptance_probs if acceptance_probs is not None else probabilities,
         factors,
         starts,
         kinds,
@@ -72,7 +72,7 @@ def add_level(
         made,
         arrived,
         source,
-        *acceptance_probs.shape[1:],
+        *(acceptance_probs.shape[1:] if acceptance_probs is not None else (0, 0)),
         pool.capacity,
         shape.level_start(number),
         shape.first_level,
@@ -83,6 +83,7 @@ def add_level(
         BLOCK=triton.next_power_of_2(count),
         ROWS=triton.next_power_of_2(shape.num_rows),
         NUM_BUCKETS=NUM_BUCKETS,
+        IS_CALIBRATED=acceptance_probs is not None,
         num_warps=1,
     )
 
@@ -123,11 +124,11 @@ def _add_level_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_BUCKETS: tl.constexpr,
+    IS_CALIBRATED: tl.constexpr,
 ) -> None:
     """One row; the last program of the launch decides about the next pass."""
     row = tl.program_id(0)
     is_made = tl.load(made + NUMBER) != 0
-    acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
     place = tl.arange(0, BLOCK)
     inside = (place < COUNT) & is_made
     q = tl.load(probabilities + row * COUNT + place, mask=inside, other=0.0)
@@ -136,7 +137,10 @@ def _add_level_kernel(
     parent = tl.where(number > 0, first_level + number - 1, 0)
     first = row.to(tl.int64) * capacity
     bucket = bucket_of(q, starts, NUM_BUCKETS)
-    prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, inside)
+    prob = q
+    if IS_CALIBRATED:
+        acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
+        prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, inside)
     prob = tl.where((q > 0) & (tl.load(caps + row) > 0), prob, 0.0)
     node = first + level_start + place
     tl.store(pool_tokens + node, token, mask=inside)

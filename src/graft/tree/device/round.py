@@ -66,6 +66,7 @@ class Sources(NamedTuple):
     drafted: int | None = None
     copies: int | None = None  # of the row's own text; those of finished texts have the next number
     tables: int | None = None  # of three tokens; those of two and one have the next numbers
+    is_calibrated: bool = True  # else a drafter, the only source, is believed: its q are the probabilities
 
     @property
     def table(self) -> tuple[int, int, int]:
@@ -196,6 +197,20 @@ class DeviceRound:
             RoundShape(rows, MAX_TREE_TOKENS).pool(self._levels(rows)).width for rows in range(1, self.max_rows + 1)
         )
 
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose. On the device "meta" nothing is allocated, and the bytes are the same."""
+        texts, known = self.texts, self.tables
+        by_row = [part for owner in (self.pool, self._scratch, self) for part in vars(owner).values()]
+        searched = texts.own.shape[1] + len(texts.past)
+        shapes = [RoundShape(rows, MAX_TREE_TOKENS).pool(()) for rows in range(1, self.max_rows + 1)]
+        return {
+            "texts": texts.own.nbytes + texts.lengths.nbytes,
+            "finished texts": texts.past.nbytes + texts.owners.nbytes,
+            "tables": known.entries.nbytes + known.tags.nbytes if known is not None else 0,
+            "candidates": sum(part.nbytes for part in by_row if isinstance(part, Tensor)),
+            "lookups": max(copies.Found.num_bytes(shape.num_rows, shape.num_places, searched) for shape in shapes),
+        }
+
     @property
     def made(self) -> Tensor:
         """[passes + 1] int32: whether each draft pass is made; a pass is to run under its own."""
@@ -247,7 +262,8 @@ class DeviceRound:
                     sources.tables,
                 )
             kinds = inputs["kinds"]
-            ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, kinds, sources.drafted or 0)
+            if sources.is_calibrated:
+                ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, kinds, sources.drafted or 0)
             ranking.rank(self.pool, pool_shape, caps, ranked, inputs["total"])
         ranking.lay_out(
             *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
@@ -257,8 +273,9 @@ class DeviceRound:
     def _add_level(self, shape: PoolShape, number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
         inputs, found, drafted = self.inputs, self.found, self.sources.drafted
         assert drafted is not None
+        probs = inputs["acceptance_probs"] if self.sources.is_calibrated else None
         drafts.add_level(
-            *(self.pool, shape, number, tokens, parents, q, inputs["acceptance_probs"], self._factors, self._starts),
+            *(self.pool, shape, number, tokens, parents, q, probs, self._factors, self._starts),
             *(inputs["kinds"], inputs["caps"], inputs["thresholds"]),
             *(self._reach, found["reaches"], found["made"], self._arrived),
             drafted,

@@ -28,6 +28,7 @@ from graft.spec_decode.proposers.block.tree import Noise, Ranking
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
+from graft.spec_decode.proposers.drafter import PassesOnDevice
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
 from graft.tree.device import best_first
@@ -123,27 +124,15 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
     def beams_of(self, num_rows: int) -> int:
         return self.num_beams
 
-    def run_passes(
-        self,
-        pool: PagePool,
-        num_rows: int,
-        num_passes: int,
-        table_rows: Tensor,
-        lengths: Tensor,
-        roots: Tensor,
-        context: int,
-        made: Tensor,
-        draws: tuple[Tensor, Tensor] | None,
-        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
-    ) -> None:
-        buffers, shape = self._buffers[pool], self._shape_of(num_rows, None)
+    def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
+        num_rows, draws = asked.num_rows, asked.draws
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, None)
         by_row = buffers.round.by_row(num_rows)
-        for part, given in zip(
-            (by_row.table_rows, by_row.lengths, by_row.roots), (table_rows, lengths, roots), strict=True
-        ):
-            part[:num_rows].copy_(given[:num_rows])
-        noise = self._noise(*(part[:num_rows] for part in (*draws, lengths))) if draws is not None else None
-        self._run_block(buffers, shape, context, noise)
+        by_row.table_rows[:num_rows].copy_(asked.table_rows)
+        by_row.lengths[:num_rows].copy_(asked.lengths)
+        by_row.roots[:num_rows].copy_(asked.roots[:num_rows])
+        noise = self._noise(*(part[:num_rows] for part in (*draws, asked.lengths))) if draws is not None else None
+        self._run_block(buffers, shape, asked.context, noise)
         trees = buffers.trees(shape)
         add_level(0, *(part.flatten() for part in (trees.tokens, trees.parents, trees.probabilities)))
 

@@ -22,7 +22,7 @@ from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, PassesOnDevice, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
@@ -136,37 +136,26 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def beams_of(self, num_rows: int) -> int:
         return self._shape_of(num_rows, KEPT_OF_A_LEVEL).beams
 
-    def run_passes(
-        self,
-        pool: PagePool,
-        num_rows: int,
-        num_passes: int,
-        table_rows: Tensor,
-        lengths: Tensor,
-        roots: Tensor,
-        context: int,
-        made: Tensor,
-        draws: tuple[Tensor, Tensor] | None,
-        add_level: Callable[[int, Tensor, Tensor, Tensor], None],
-    ) -> None:
-        buffers, shape = self._buffers[pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL)
+    def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
+        num_rows = asked.num_rows
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL)
         by_row = buffers.round.by_row(num_rows)
-        by_row.table_rows[:num_rows].copy_(table_rows[:num_rows])
-        by_row.lengths[:num_rows].copy_(lengths[:num_rows])
+        by_row.table_rows[:num_rows].copy_(asked.table_rows)
+        by_row.lengths[:num_rows].copy_(asked.lengths)
         levels = buffers.levels(shape)
-        for number in range(num_passes):
-            flag = made[number : number + 1]
+        for number in range(asked.num_passes):
+            flag = asked.made[number : number + 1]
             noise: tuple[Tensor, ...] = ()
-            if draws is not None:
-                (seeds, temperatures), d2t = draws, self.head.d2t
+            if asked.draws is not None:
+                (seeds, temperatures), d2t = asked.draws, self.head.d2t
                 own = torch.empty(num_rows, len(d2t), dtype=torch.float32, device=d2t.device)
-                noise_kernels.draft_noise(seeds, lengths + 1, temperatures, number + 1, d2t, own, flag)
+                noise_kernels.draft_noise(seeds, asked.lengths + 1, temperatures, number + 1, d2t, own, flag)
                 noise = (own, temperatures[:num_rows] / self.sharpness)
             with gate.under(flag):
                 if number == 0:
                     self._run_root(buffers, shape, *noise)
                 else:
-                    self._run_expand(buffers, shape, context, *noise)
+                    self._run_expand(buffers, shape, asked.context, *noise)
             count = num_rows * shape.count(number)
             tokens, parents, floats = levels[number]
             add_level(number, tokens[:count], parents[:count], floats.view(torch.float32)[:count])
