@@ -4,9 +4,10 @@
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop: a request starts when another has ended. Plain decoding and Graft take turns, and the medians of the turns
-count. `--fixed-budgets 1,3,7` adds Graft with that many nodes in every row's tree, to compare with the budget that
-Graft chooses. No text is kept between turns: the prefix cache is empty, and Graft's tables are reset to what the
-warm-up taught. The cost model continues to learn, as in a server.
+count. `--fixed-budgets 1,3,7` adds Graft with that many nodes in every row's tree, and `--fixed-passes 2,4` Graft with
+that many draft passes in every round, to compare with what Graft chooses. No text is kept between turns: the prefix
+cache is empty, and Graft's tables are reset to what the warm-up taught. The cost model continues to learn, as in a
+server.
 
 `--as-cost-of` makes the model as expensive as a large one (see docs/measuring.md). In fp32 all texts must be equal.
 """
@@ -32,6 +33,7 @@ from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
+from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, policy_with
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
@@ -112,7 +114,10 @@ def main() -> None:
         max_cache_tokens=rows * room,
         prefix_cache_tokens=0,
     )
-    methods = all_methods(engine, settings, options.fixed_budgets)
+    # A budget of 0 is plain decoding.
+    fixed = {f"budget {count}": PolicySettings(budget=count) for count in options.fixed_budgets if count}
+    fixed |= {f"{count} passes": PolicySettings(passes=count) for count in options.fixed_passes}
+    methods = all_methods(engine, settings, fixed)
     results = []
     initial = {method.name: method.engine.policy.state() for method in methods}
     for concurrency in options.concurrency:
@@ -155,16 +160,17 @@ def make_engine(options: argparse.Namespace, max_positions: int = 0) -> Engine:
     return engine
 
 
-def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int]) -> list[Method]:
-    """Plain decoding, Graft, and Graft with fixed budgets, whose engines and schedulers share the weights."""
+def all_methods(engine: Engine, settings: SchedulerSettings, fixed: dict[str, PolicySettings]) -> list[Method]:
+    """Plain decoding, Graft, and Graft with fixed sizes by name, whose engines and schedulers share the weights."""
     scheduler = Scheduler(engine, settings)
     methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
-    for budget in (budget for budget in budgets if budget > 0):  # a budget of 0 is plain decoding
+    for name, sizes in fixed.items():
         old = engine.drafter
         drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else old
-        fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
-        equip(fixed, "auto")
-        methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
+        policy = policy_with(sizes, DEFAULT_POLICY, engine.target, drafter)
+        other = Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)
+        equip(other, "auto")
+        methods.append(Method(name, other, Scheduler(other, settings)))
     for method in methods:
         method.scheduler.is_ready.wait()
     return methods
@@ -260,6 +266,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup-turns", type=int, default=5, help="turns to learn at which batch sizes trees pay")
     parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, such as 1,16,128")
     parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, such as 1,3,7,15")
+    parser.add_argument("--fixed-passes", default=[], type=numbers, metavar="N,N", help="draft passes, such as 2,4,6")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=2, help="turns of each method")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")

@@ -3,13 +3,15 @@
     python benchmarks/long_prompt.py --as-cost-of llama-8b --data alpaca.jsonl --data gsm8k.jsonl --lengths 32768,131072
 
 The scheduler of `graft serve` runs in this process, without HTTP. `--concurrency` requests are decoded, plainly and
-with Graft. When each has had `--before` tokens, a prompt of random tokens arrives. Reported are the times between two
-updates of the same request, before the prompt arrived and while it was prefilled, and the time to its first token.
+with Graft. Each gets `--before` tokens, and then as many while nothing else happens. Then a prompt of random tokens
+arrives. Reported are the times between two updates of the same request, without the prompt and while it is prefilled,
+and the time to its first token.
 
 The model's context is made long enough. What it says beyond its own context means nothing, but takes as long.
 """
 
 import argparse
+import itertools
 import random
 import threading
 import time
@@ -41,9 +43,9 @@ class Watched:
         self.times.append(time.perf_counter())
         self.num_tokens += len(news.ids)
 
-    def pauses(self, start: float, end: float) -> list[float]:
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [after - before for before, after in pairs if start <= after and before <= end]
+    @property
+    def pauses(self) -> list[tuple[float, float]]:
+        return list(itertools.pairwise(self.times))
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--as-cost-of", metavar="SHAPE", help="widen the model to this shape, such as llama-8b")
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072], help="tokens of the long prompts")
     parser.add_argument("--concurrency", type=int, default=16, help="answers that are decoded when the prompt arrives")
-    parser.add_argument("--before", type=int, default=64, help="tokens of each answer before the prompt arrives")
+    parser.add_argument("--before", type=int, default=64, help="tokens of each answer, twice, before the prompt")
     options = parser.parse_args()
     engine = make_engine(options, max_positions=max(options.lengths) + 64)
     asked = mixed_questions(options.data, engine, options.max_new_tokens, options.limit)
@@ -91,8 +93,11 @@ def measure(
         return watched
 
     running = [ask(ids, options.max_new_tokens) for ids in prompts]
-    wait_until(lambda: all(each.num_tokens >= options.before for each in running), running)
-    start = time.perf_counter()
+    spans = []
+    for share in (1, 2):
+        wait_until(lambda: all(each.num_tokens >= share * options.before for each in running), running)  # noqa: B023
+        spans.append(time.perf_counter())
+    begin, start = spans
     drawn = random.Random(length)
     long = ask([drawn.randrange(100, engine.target.vocab_size) for _ in range(length)], 8)
     wait_until(lambda: long.num_tokens > 0, [*running, long])
@@ -100,14 +105,16 @@ def measure(
     for job in jobs:
         scheduler.cancel(job)
     wait_until(lambda: scheduler.num_running == 0, [])
-    before, beside = (
-        sorted(pause for each in running for pause in each.pauses(*span)) for span in ((0.0, start), (start, end))
-    )
+    pauses = [pause for each in running for pause in each.pauses]
+    without = sorted(after - before for before, after in pauses if begin <= before and after <= start)
+    beside = sorted(after - before for before, after in pauses if start <= after and before <= end)
 
     def words(pauses: list[float]) -> str:
-        return f"median {1e3 * pauses[len(pauses) // 2]:.1f} ms, longest {1e3 * pauses[-1]:.1f} ms"
+        if not pauses:
+            raise SystemExit("the answers ended before the prompt was read: raise --max-new-tokens")
+        return f"longest pause {1e3 * pauses[-1]:.1f} ms, median {1e3 * pauses[len(pauses) // 2]:.1f} ms"
 
-    return f"pauses before {words(before)}; beside the prompt {words(beside)}; its first token {end - start:.2f} s"
+    return f"without the prompt {words(without)}; beside it {words(beside)}; its first token {end - start:.2f} s"
 
 
 def wait_until(is_so: Callable[[], bool], watched: list[Watched]) -> None:

@@ -26,6 +26,7 @@ from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
 from graft.request.stats import Stats
+from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.transformers_reference import transformers_answer
@@ -162,7 +163,7 @@ def test_policy_answers_as_plain_decoding_does_and_is_cold_again_once_it_is_rest
     """What a policy says it has learned must be all it has learned."""
     model = tiny_model()
     drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
-    (method,) = make_methods([name], model, drafter, budget=12)
+    (method,) = make_methods([name], model, drafter, PolicySettings(12))
     cold = method.state()
     answer = method.answer([PROMPT], SIXTEEN)[0]
     assert answer.ids == Engine(model, policy="off").generate(PROMPT, **vars(SIXTEEN)).ids
@@ -258,7 +259,7 @@ def test_state_that_cannot_be_says_why(states, message):
 def ablated(what: str, pass_cost: float = 0.03, depth: int = SMALL_TREE.depth) -> PolicyMethod:
     model = tiny_model(num_hidden_layers=6)
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=depth, topk=3, total_token=9))
-    (method,) = make_methods([f"graft{what}"], model, drafter, budget=12, pass_cost=pass_cost)
+    (method,) = make_methods([f"graft{what}"], model, drafter, PolicySettings(12, pass_cost))
     assert isinstance(method, PolicyMethod)
     return method
 

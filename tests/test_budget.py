@@ -322,10 +322,18 @@ def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
 def test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams():
     passes = PassGains(4)
     passes._gain, passes._fading = [0.8, 0.5, 0.4, 0.2], [0.5, 0.5, 0.5, 0.5]
-    assert passes.of_further(0, 1.0) == pytest.approx([0.8, 1.05, 1.15, 1.175])
-    assert passes.of_further(2, 0.5) == pytest.approx([0.2, 0.25])
-    assert passes.of_further(4, 0.5) == [], "no further pass"
-    assert PassGains(0).of_further(0, 1.0) == []
+    assert passes.of_further(0) == pytest.approx([0.8, 1.05, 1.15, 1.175])
+    assert passes.of_further(2) == pytest.approx([0.4, 0.5])
+    assert passes.of_further(4) == [] == PassGains(0).of_further(0), "no further pass"
+
+
+def test_passes_that_pay_only_together_are_made():
+    """Two more passes at 0.2 tokens each bring 0.5 tokens, and a single one 0.1."""
+    passes = PassGains(2)
+    passes._gain, passes._fading = [0.1, 0.5], [0.8, 0.8]
+    assert passes.least_reach(0, cost=0.2) == pytest.approx(0.4 / 0.5)
+    assert passes.least_reach(1, cost=0.2) == pytest.approx(0.4)
+    assert passes.least_reach(2, cost=0.2) == math.inf, "no further pass"
 
 
 def test_gains_of_draft_passes_are_learned():
@@ -335,16 +343,20 @@ def test_gains_of_draft_passes_are_learned():
     assert passes._gain[:2] == pytest.approx([0.7, 0.2], rel=0.01)
     assert passes._fading[0] == pytest.approx(0.5, rel=0.01)
     assert (passes._gain[2], passes._fading[1:]) == (0.6, [0.8, 0.8]), "of what was not done nothing is learned"
+    passes._gain[2] = 0.1
+    for _ in range(300):
+        passes.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
+    assert 0.3 < passes._gain[2] < 0.6, "but it is tried again in time"
 
 
 def test_passes_given_up_are_tried_again_in_time():
     passes = PassGains(2)
     for _ in range(300):
         passes.observe([1.0, 0.8], [0.5, 0.5001, 0.5002])
-    assert passes.of_further(0, 1.0)[-1] < 0.01
+    assert passes.of_further(0)[-1] < 0.01
     rounds = 0
-    while passes.of_further(0, 1.0)[-1] < 0.5:
-        passes.observe_none()
+    while passes.of_further(0)[-1] < 0.5:
+        passes.observe([], [0.5])
         rounds += 1
         assert rounds < 2000
     assert rounds > 100, "but not at once"
@@ -354,9 +366,9 @@ def test_gains_of_draft_passes_are_restored_from_a_state_and_reset():
     passes, other = PassGains(2), PassGains(2)
     passes.observe([1.0, 0.4], [0.0, 0.2, 0.3])
     other.restore(passes.state())
-    assert other.of_further(0, 1.0) == pytest.approx(passes.of_further(0, 1.0))
+    assert other.of_further(0) == pytest.approx(passes.of_further(0))
     other.restore({})
-    assert other.of_further(0, 1.0) == PassGains(2).of_further(0, 1.0)
+    assert other.of_further(0) == PassGains(2).of_further(0)
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.7, False)])
@@ -364,14 +376,20 @@ def test_a_pass_is_made_if_what_it_brings_all_rows_is_worth_its_time(seconds, pa
     budget = Budget(StepCost(GRID, usual_shape("cuda")), 1, 0.0)
     budget.step.observe(8, 1.0)
     budget.drafting.observe(8, seconds)
-    assert (budget.num_passes(8, 0, reach=8.0) > 0) == pays, "0.6 tokens a row for its seconds"
-    assert not budget.num_passes(8, 1, reach=8.0), "there is no further one"
+    assert (budget.least_reach(8, 0) < 8.0) == pays, "0.6 tokens a row for its seconds"
+    assert budget.least_reach(8, 1) == math.inf, "there is no further one"
+
+
+def test_a_fixed_number_of_passes_is_made_whatever_they_bring():
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), 4, pass_cost=9.0, fixed_passes=2)
+    assert [budget.least_reach(1, number) for number in range(3)] == [-1.0, -1.0, math.inf]
+    assert Budget(UnitCost(), 4, 9.0, fixed_passes=7).fixed_passes == 4, "no more than the drafter makes"
 
 
 def test_with_a_fixed_budget_rows_decide_separately_and_the_step_is_the_unit():
     budget = Budget(UnitCost(), 1, 0.5, fixed=20)
     assert budget.may_propose(3) and budget.max_nodes(3) == 60 and budget.pass_seconds(3) == 0.5
-    assert budget.num_passes(3, 0, reach=3.0) and not budget.num_passes(3, 0, reach=1.5)
+    assert 1.5 < budget.least_reach(3, 0) < 3.0
     assert budget.node_costs(3) == ([60], [0.0])
     (plan,) = budget.tree_sizes([0.5, 0.9], 3)
     assert (plan.num_nodes, plan.gain, plan.seconds) == (2, 0.9, 1.0)

@@ -9,7 +9,7 @@ import torch
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.controller import Controller, Outcome
-from graft.spec_decode.cost_model import StepCost
+from graft.spec_decode.cost_model import StepCost, UnitCost
 
 SIZES = (16, 32, 64, 128, 256, 384, 512)
 SECONDS = {16: 4.0, 32: 4.1, 64: 4.2, 128: 5.0, 256: 7.0, 384: 10.0, 512: 12.0}  # in milliseconds
@@ -20,12 +20,20 @@ def padded(num_tokens):
     return next(size for size in (*SIZES, 1024, 2048) if size >= num_tokens)
 
 
-def controller(path_probs):
-    """A controller that knows these step times, and has seen nodes of these path probabilities in every row."""
+def known_steps():
     step = StepCost(SIZES)
     seconds = torch.tensor([SECONDS[size] / 1000 for size in SIZES]).double()
     step.restore({"step_sizes": torch.tensor(SIZES), "step_seconds": seconds})
-    one = Controller(Budget(step, 0, 0.0), Calibration([torch.full((4,), 0.5)]), PathCalibration(), padded)
+    return step
+
+
+def controller_of(budget):
+    return Controller(budget, Calibration([torch.full((4,), 0.5)]), PathCalibration(), padded)
+
+
+def controller(path_probs):
+    """A controller that knows these step times, and has seen nodes of these path probabilities in every row."""
+    one = controller_of(Budget(known_steps(), 0, 0.0))
     paths = np.tile(np.array(path_probs, dtype=np.float32), (ROWS, 1))
     nothing = np.zeros(one.calibration.acceptance_probs.shape, dtype=np.int32)
     one.learn(
@@ -93,3 +101,23 @@ def test_steps_longer_than_the_table_do_not_change_it():
     unused = dict(paths=None, num_nodes=None, nodes=(), needs=None, reaches=(), kinds=(), tried=None, fitted=None)
     one.learn(Outcome(num_rows=ROWS, tokens=ROWS, num_prefill_tokens=2000, **outcome, **unused))
     assert one.step.seconds(512) == before
+
+
+@pytest.mark.parametrize(("pass_cost", "makes_all"), [(0.01, True), (0.5, False)])
+def test_with_a_fixed_number_of_nodes_passes_are_still_made_only_if_they_pay(pass_cost, makes_all):
+    """A pass that adds 0.6 tokens at first, and costs so many steps of one token each."""
+    one = controller_of(Budget(UnitCost(), 4, pass_cost, fixed=7))
+    plan = one.plan([0] * ROWS, ROWS, SIZES[1:], 0)
+    assert plan.tokens == ROWS * 8
+    reaches = [ROWS * 0.8**number for number in range(plan.max_passes)]
+    made = [reach > least for reach, least in zip(reaches, plan.thresholds, strict=False)]
+    assert all(made) == makes_all and made[0]
+
+
+@pytest.mark.parametrize("num_nodes", [None, 7])
+def test_a_fixed_number_of_passes_is_planned_and_the_only_one_captured(num_nodes):
+    step = known_steps() if num_nodes is None else UnitCost()
+    one = controller_of(Budget(step, 6, 5.0, fixed=num_nodes, fixed_passes=4))
+    plan = one.plan([0] * ROWS, ROWS, SIZES[1:], 0)
+    assert plan.max_passes == 4 and one.pass_limits == [4]
+    assert [reach > least for reach in (0.0,) for least in plan.thresholds] == [True] * 4 + [False] * 4

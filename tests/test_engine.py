@@ -2,17 +2,23 @@
 
 import asyncio
 import gc
+import time
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from batches import counting_tokens
+from batches import counting_tokens, opened
 from graft import Engine, GraftError, load
 from graft.engine.decode_loop import DecodeLoop
+from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.errors import ContextError
+from graft.model.sampler import SamplingSettings
+from graft.request.stats import Clock
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -346,3 +352,46 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
     assert whole.text == text == expected and expected.startswith(part) and part
     asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """A list of seconds that the clock is ahead of the real one."""
+    ahead, real = [0.0], time.perf_counter
+    monkeypatch.setattr("time.perf_counter", lambda: real() + sum(ahead))
+    return ahead
+
+
+def times_learned(engine, monkeypatch):
+    """Seconds of the step, of drafting and of the whole round, of all rounds to come."""
+    learned, learn = [], engine.policy.grafter.learn
+
+    def watched(round, tree, accepted, seconds, round_seconds, *rest):
+        learned.append((seconds, round.draft_seconds if round is not None else 0.0, round_seconds))
+        learn(round, tree, accepted, seconds, round_seconds, *rest)
+
+    monkeypatch.setattr(engine.policy.grafter, "learn", watched)
+    return learned
+
+
+def test_the_wait_for_an_earlier_prefill_is_no_part_of_a_rounds_times(monkeypatch, later):
+    """A prefill that nobody waited for may still run when the round begins: here the first wait takes long."""
+    model = tiny_model()
+    engine = Engine(model, policy="graft", drafter=Eagle3Drafter(make_head(model), SMALL_TREE), budget=4)
+    batch = opened(engine, engine.new_sequences([5, 9, 5, 9, 7], SamplingSettings(max_new_tokens=6)))
+    engine.prefill([PrefillChunk(batch, 0, batch.next_chunk(0, 64))], waits=False)
+    learned, waits = times_learned(engine, monkeypatch), [5000.0]
+    monkeypatch.setattr(engine.target, "synchronize", lambda: later.append(waits.pop() if waits else 0.0))
+    engine.run_round(batch, Clock())
+    batch.cache.release()
+    assert not waits and len(learned) == 1
+    assert all(0 <= seconds < 1000 for seconds in learned[0]) and learned[0][0] > 0
+
+
+def test_time_in_which_nobody_asked_is_no_part_of_a_round(monkeypatch, later):
+    engine = Engine(tiny_model(), policy="graft", budget=4)
+    engine.generate([5, 9, 5, 9, 7], max_new_tokens=3)
+    learned = times_learned(engine, monkeypatch)
+    later.append(5000.0)
+    engine.generate([7, 1, 4], max_new_tokens=3)
+    assert learned and max(map(max, learned)) < 1000

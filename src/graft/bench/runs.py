@@ -1,6 +1,7 @@
 """Makes the methods of a benchmark from their names; all share one model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +14,8 @@ from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.factory import with_tree
+
+_USUAL = PolicySettings()
 
 
 def check_names(names: Sequence[str], known: Sequence[str] = (*POLICY_METHODS, *PEERS)) -> None:
@@ -27,21 +30,20 @@ def make_methods(
     names: Sequence[str],
     model: PreTrainedModel,
     drafter: Drafter | None = None,
-    budget: int | None = None,
+    settings: PolicySettings = _USUAL,
     assistant: PreTrainedModel | None = None,
     rows: int = 1,
-    pass_cost: float | None = None,
     exact: bool = False,
 ) -> list[Method]:
     """The methods with these names. rows: prompts that decode together and learn nothing from each other."""
     check_names(names)
-    settings = PolicySettings(budget, pass_cost, isolated=rows > 1)
+    settings = replace(settings, isolated=rows > 1)
     methods: list[Method] = []
     for name in names:
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            own = _drafter_for(name, drafter, budget, model.device)
+            own = _drafter_for(name, drafter, settings.budget, model.device)
             methods.append(PolicyMethod(name, model, own, settings, exact))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"

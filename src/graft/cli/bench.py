@@ -41,6 +41,7 @@ HEADS: Group = {
     ),
     "budget": _model(int, "Draft nodes verified per round, for all methods.", "each method's own"),
     "pass_cost": _model(float, "Cost of a draft pass, relative to a verify step.", "measured", metavar="F"),
+    "passes": _model(int, "Draft passes of every round of graft and its ablations.", "what pays"),
     "exact": LOADING["exact"],
     "as_cost_of": _model(
         str,
@@ -112,8 +113,8 @@ def bench(
     check_states(states, warmup is not None, settings.rows)
     require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit needs --warmup FILE")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
-    budget, pass_cost = heads.get("budget"), heads.get("pass_cost")
-    PolicySettings(budget, pass_cost)  # validates them
+    budget, pass_cost, passes = (heads.get(name) for name in ("budget", "pass_cost", "passes"))
+    policy = PolicySettings(budget, pass_cost, passes=passes)
     require(pass_cost is None or budget is not None, "--pass-cost needs --budget")
     shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
@@ -133,7 +134,7 @@ def bench(
     tasks = {task.name: asked(task) for task in read}
     assistant = _assistant(heads.get("assistant"), engine)
     exact = heads.get("exact", False)
-    compared = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
+    compared = make_methods(names, engine.target.model, drafter, policy, assistant, settings.rows, exact)
     tasks, lessons, num_repeats = without_repeats(tasks, asked(lesson))
     if num_repeats:
         words = "prompts are left out: they are in the run already, and their answers would be recalled, not decoded"
@@ -148,6 +149,7 @@ def bench(
         **vars(settings),
         "budget": budget,
         "pass_cost": pass_cost,
+        "passes": passes,
         "exact": exact,
         "assistant": _public(heads.get("assistant")),
         "warmup": warmup.stem if warmup is not None else None,

@@ -128,6 +128,11 @@ class DeviceRounds:
         self._flight = flight
         return read
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a round was launched whose results were not taken."""
+        return self._flight is not None
+
     def flush(self, clock: Clock) -> None:
         """Take the results of the round in flight, if there is one."""
         flight, self._flight = self._flight, None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from graft.engine.device_rows import ReadChunk
+from graft.engine.marks import new_mark, seconds_between
 from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
 from graft.model.grammar import pruned
 from graft.model.sampler import Chooser, Sampler
@@ -49,6 +50,7 @@ class Rounds:
         self.target, self.policy, self.drafter = target, policy, drafter
         self.eos_token_ids = list(eos_token_ids)
         self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
+        self._is_prefilling = False  # whether the device may still be busy with a step of prompts alone
 
     @torch.no_grad()
     def run_round(
@@ -67,14 +69,20 @@ class Rounds:
         if batch.is_on_device:
             self._run_on_device(batch, clock, chunks, meanwhile)
             return
+        if self._is_prefilling:  # else its time would count as this round's
+            self.target.synchronize()
+            self._is_prefilling = False
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if speculates:
             draft_result = self.policy.grow(batch, batch.roots(), clock)
         else:
             draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
         tree = self._allowed_tree(batch, draft_result.tree)
-        with clock("verify") as verify_time:
+        begin, end = (new_mark(self.target.device) for _ in range(2))
+        with clock("verify"):
+            begin.record()
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
+            end.record()
             assert verified is not None
             self._settle(batch)
             meanwhile()
@@ -84,9 +92,15 @@ class Rounds:
             self.target.commit(batch.cache, accepted.nodes)
         with clock("learn"):
             if speculates:
-                self.policy.learn(batch, tree, verified, accepted, verify_time())
+                seconds = seconds_between(begin, end) if self._is_alone else 0.0
+                self.policy.learn(batch, tree, verified, accepted, seconds)
             self._learn_prompts(chunks, read)
         self._extend(batch, tree, verified, accepted, draft_result)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the device makes no round of its own, beside which a round of the host takes longer."""
+        return self.device_rounds is None or not self.device_rounds.is_in_flight
 
     def _run_on_device(
         self, batch: Batch, clock: Clock, chunks: Sequence[PrefillChunk], meanwhile: Callable[[], None]
@@ -164,6 +178,7 @@ class Rounds:
         """Run a step of prompt chunks alone. waits: until the device has done it."""
         _, read = self.target.step(None, None, [part.chunk for part in chunks])
         self._learn_prompts(chunks, read)
+        self._is_prefilling = not waits
         if waits:
             self.target.synchronize()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ class Clock:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, phase: str) -> _Phase:
-        """A context that adds its time to a phase; afterwards, the function that it gives returns the seconds."""
+        """A context that adds its time to a phase."""
         return _Phase(self.seconds, phase)
 
     def with_host(self, total: float) -> dict[str, float]:
@@ -29,15 +28,12 @@ class _Phase:
 
     def __init__(self, seconds: defaultdict[str, float], phase: str) -> None:
         self._seconds, self._phase = seconds, phase
-        self._took = 0.0
 
-    def __enter__(self) -> Callable[[], float]:
+    def __enter__(self) -> None:
         self._start = time.perf_counter()
-        return lambda: self._took
 
     def __exit__(self, *error: object) -> None:
-        self._took = time.perf_counter() - self._start
-        self._seconds[self._phase] += self._took
+        self._seconds[self._phase] += time.perf_counter() - self._start
 
 
 @dataclass

@@ -3,10 +3,14 @@
 One rule decides both: maximise accepted tokens - seconds x tokens per second. Accepted tokens are expected from
 acceptance probabilities, the seconds of a step come from a table of step times (`cost_model.StepCost`), and tokens per
 second is the recent throughput. So nodes and passes pay if they bring more tokens than their time usually does.
+
+Rounds of the device decide about passes by the same function, `Budget.least_reach`. The number of nodes has two: here
+it is chosen when this round's candidates are known, and for the device before, from means (`controller`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -54,21 +58,29 @@ class PassGains:
         copy._counts = [0] * len(self._gain)
         return copy
 
-    def of_further(self, num_done: int, reach: float) -> list[float]:
-        """Expected tokens that one, two, three ... more passes add. reach: of the beams so far."""
-        total, totals = 0.0, []
+    def of_further(self, num_done: int) -> list[float]:
+        """Expected tokens that one, two, three ... more passes add, if a beam so far is sure to be accepted."""
+        total, totals, reach = 0.0, [], 1.0
         for gain, fading in zip(self._gain[num_done:], self._fading[num_done:], strict=True):
             total += gain * reach
             totals.append(total)
             reach *= fading
         return totals
 
+    def least_reach(self, num_done: int, cost: float) -> float:
+        """The reach above which some number of further passes pays. cost: of a pass, in tokens."""
+        gains = enumerate(self.of_further(num_done), start=1)
+        return min((count * cost / gain for count, gain in gains if gain > 0), default=math.inf)
+
     def observe(self, reaches: Sequence[float], values: Sequence[float]) -> None:
         """Learn from a round.
 
         reaches: before each pass, summed over the rows that made it. values: of the candidates with 0, 1, 2 ... passes.
+        Passes that were not made look a little better, so that none is given up for ever.
         """
-        for number, reach in enumerate(reaches[: len(values) - 1]):
+        num_made = len(values) - 1
+        self._gain[num_made:] = [gain + OPTIMISM * max(_GAIN - gain, 0.0) for gain in self._gain[num_made:]]
+        for number, reach in enumerate(reaches[:num_made]):
             weight = 1 / (1 + self._counts[number])
             self._counts[number] = min(self._counts[number] + 1, _STEADY)
             if reach > 1e-3:
@@ -76,10 +88,6 @@ class PassGains:
                 self._gain[number] += weight * (gain - self._gain[number])
             if number and reaches[number - 1] > 1e-3:
                 self._fading[number - 1] += weight * (reach / reaches[number - 1] - self._fading[number - 1])
-
-    def observe_none(self) -> None:
-        """Learn from a round without passes: low gains rise slowly, so that passes are tried again."""
-        self._gain = [gain + OPTIMISM * max(_GAIN - gain, 0.0) for gain in self._gain]
 
     def state(self) -> dict[str, Tensor]:
         return {"gain": torch.tensor(self._gain), "fading": torch.tensor(self._fading)}
@@ -225,7 +233,7 @@ class Budget:
         base = num_rows + num_prefill_tokens
         counts = dict.fromkeys(min(count, most) for count in self._node_counts(base) if most)
         return [TreeSize(0, num_rows, 0.0, self.step.seconds(base))] + [
-            TreeSize(count, num_rows, self._acceptance_ratio * gains[count - 1], self.step.seconds(base + count))
+            TreeSize(count, num_rows, self.acceptance_ratio * gains[count - 1], self.step.seconds(base + count))
             for count in counts
         ]
 
@@ -244,7 +252,7 @@ class Budget:
             return [self.max_nodes(num_rows)], [0.0]
         base = num_rows + num_prefill_tokens
         counts, plain = self._node_counts(base), self.step.seconds(base)
-        price = self.rate(num_rows) / self._acceptance_ratio
+        price = self.rate(num_rows) / self.acceptance_ratio
         return counts, [price * (self.step.seconds(base + count) - plain) for count in counts]
 
     def best(self, sizes: Sequence[TreeSize]) -> TreeSize:
@@ -252,21 +260,23 @@ class Budget:
         rate = self.rate(sizes[0].num_rows)
         return max(sizes, key=lambda size: size.net_tokens(rate))
 
-    def num_passes(self, num_rows: int, num_done: int, reach: float, kinds: Sequence[int] | None = None) -> int:
-        """The number of further draft passes with the most expected tokens minus time x tokens per second.
+    def least_reach(
+        self,
+        num_rows: int,
+        num_done: int,
+        kinds: Sequence[int] | None = None,
+        pass_tokens: float | None = None,
+    ) -> float:
+        """Another draft pass is made if P(one of a row's beams is accepted), summed over the rows, is above this.
 
-        num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows. kinds: by row; None:
-        all are greedy.
+        num_done: passes so far. kinds: by row; None: all are greedy. pass_tokens: tokens that the time of a pass brings
+        otherwise; None: those that it usually does.
         """
         if self.fixed_passes is not None:
-            return max(self.fixed_passes - num_done, 0)
-        rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
-        gains = self.passes.of(num_rows, kinds).of_further(num_done, reach)
-        for count, gain in enumerate(gains, start=1):
-            net_tokens = self._acceptance_ratio * gain - rate * count * own
-            if net_tokens > most:
-                best, most = count, net_tokens
-        return best
+            return -1.0 if num_done < self.fixed_passes else math.inf
+        if pass_tokens is None:
+            pass_tokens = self.rate(num_rows) * self.pass_seconds(num_rows)
+        return self.passes.of(num_rows, kinds).least_reach(num_done, pass_tokens / self.acceptance_ratio)
 
     # Learning from rounds
 
@@ -292,7 +302,10 @@ class Budget:
             time += (proposing + verifying) / plain
             # Not below zero before proposing is paid: nodes that turned out too expensive will not be chosen again.
             own = max(size.gain / num_rows - verifying / plain, 0.0) - proposing / plain
-            self._observe_acceptance(size, num_tokens - num_rows)
+            if size.num_nodes:
+                self.observe_acceptance(size.gain / self.acceptance_ratio, num_tokens - num_rows)
+            else:  # nodes are not given up for ever
+                self._accepted += OPTIMISM * max(self._expected - self._accepted, 0.0)
             if self._is_other(num_rows):
                 self._balance, self._profit = 0.0, 0.0
             self._num_rows = num_rows
@@ -302,18 +315,14 @@ class Budget:
         self._tokens += WEIGHT * (num_tokens / num_rows - self._tokens)
         self._time += WEIGHT * (time - self._time)
 
-    def _observe_acceptance(self, size: TreeSize, num_accepted: int) -> None:
-        """Learn how many of the verified nodes were accepted."""
-        if size.num_nodes:
-            expected = size.gain / self._acceptance_ratio
-            self._expected += expected - WEIGHT * self._expected
-            self._accepted += num_accepted - WEIGHT * self._accepted
-            self._accepted = max(self._accepted, self._expected / (CLIP * CLIP))
-        else:  # nodes are not given up for ever
-            self._accepted += OPTIMISM * max(self._expected - self._accepted, 0.0)
+    def observe_acceptance(self, expected: float, num_accepted: int) -> None:
+        """Learn how many of the verified nodes were accepted, of how many were expected."""
+        self._expected += expected - WEIGHT * self._expected
+        self._accepted += num_accepted - WEIGHT * self._accepted
+        self._accepted = max(self._accepted, self._expected / (CLIP * CLIP))
 
     @property
-    def _acceptance_ratio(self) -> float:
+    def acceptance_ratio(self) -> float:
         """Accepted tokens / expected tokens, lately."""
         return self._accepted / self._expected if self.fixed is None else 1.0
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from graft.model.noise import NUM_KINDS
-from graft.spec_decode.budget import WASTE, Budget, PassGains
+from graft.spec_decode.budget import WASTE, Budget, TreeSize
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
@@ -95,13 +95,12 @@ class Controller:
 
         padded: the size of a step of so many tokens.
         """
-        self.step, self.passes, self._padded = budget.step, budget.passes, padded
+        self.budget, self.step, self._padded = budget, budget.step, padded
         self.num_passes, self.fixed, self.fixed_passes = budget.max_passes, budget.fixed, budget.fixed_passes
         self.calibration, self.path_calibration = calibration, path_calibration
         self.proposing = PassSeconds()
         self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
         self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
-        self._expected = self._accepted = 1 / WEIGHT  # fading sums over verified nodes
         self._since_trees = 0  # plain rounds since the last with a tree
         self._usual_passes = self.num_passes / 2  # running mean, of rounds with trees
 
@@ -123,7 +122,7 @@ class Controller:
         if self.fixed is not None:
             most = num_rows * (1 + self.fixed)
             size = next((size for size in sizes if size >= most), sizes[-1])
-            return self._plan_tree(size, kinds, 0.0)
+            return self._plan_tree(size, kinds, self.budget.rate(num_rows) * self.budget.pass_seconds(num_rows))
         if not self.step.is_known:
             return plain
         plain_seconds = self._seconds(num_rows, padded_rows, num_prefill_tokens)
@@ -131,10 +130,9 @@ class Controller:
         if not self._gains:
             limit = _FIRST_STEP_COST * self._step_seconds(padded_rows + num_prefill_tokens)
             cheap = [size for size in sizes if self._step_seconds(size + num_prefill_tokens) <= limit] or sizes[:1]
-            return self._plan_tree(cheap[-1], kinds, rate)
-        tokens = [
-            num_rows + self._ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows) for size in sizes
-        ]
+            return self._plan_tree(cheap[-1], kinds, rate * self._proposing(num_rows)[1])
+        ratio = self.budget.acceptance_ratio
+        tokens = [num_rows + ratio * num_rows * self._gain(num_rows, (size - num_rows) / num_rows) for size in sizes]
         by_size = list(zip(sizes, tokens, strict=True))
         rate = max(rate, *(own / self._seconds(num_rows, size, is_plain=False) for size, own in by_size))
         net, size = max(
@@ -145,28 +143,20 @@ class Controller:
             self._since_trees += 1
             if loss > WASTE * self._since_trees * num_rows:
                 return plain
-        return self._plan_tree(size, kinds, rate)
+        return self._plan_tree(size, kinds, rate * self._proposing(num_rows)[1])
 
-    def _plan_tree(self, size: int, kinds: Sequence[int], rate: float) -> Plan:
-        """A round with a tree. rate: tokens per second that a pass's time would bring otherwise."""
-        num_rows, gains = len(kinds), self._passes_of(kinds)
+    def _plan_tree(self, size: int, kinds: Sequence[int], pass_tokens: float) -> Plan:
+        """A round with a tree. pass_tokens: that a pass's time would bring otherwise."""
         self._since_trees = 0
-        _, own = self._proposing(num_rows)
-        if self.fixed_passes is not None:
-            return Plan(size, self.fixed_passes, self._padded_thresholds([-1.0] * self.fixed_passes))
-        thresholds = []
-        for number in range(self.num_passes):
-            further = gains.of_further(number, 1.0)
-            needed = [rate * count * own / max(self._ratio * gain, 1e-9) for count, gain in enumerate(further, 1)]
-            thresholds.append(min(needed))
+        passes = range(self.num_passes)
+        # Gains are those of one row, however many there are.
+        thresholds = [self.budget.least_reach(1, number, kinds, pass_tokens) for number in passes]
         limit = 0
-        if thresholds and num_rows > thresholds[0]:
+        if thresholds and len(kinds) > thresholds[0]:
             most = self._usual_passes + _PASS_MARGIN
-            limit = next((limit for limit in self.pass_limits if limit >= most), self.num_passes)
-        return Plan(size, limit, self._padded_thresholds(thresholds[: max(limit, 1)]))
-
-    def _padded_thresholds(self, thresholds: Sequence[float]) -> list[float]:
-        return [*thresholds, *[math.inf] * (self.num_passes + 2 - len(thresholds))]
+            limit = next((limit for limit in self.pass_limits if limit >= most), self.pass_limits[-1])
+        never = [math.inf] * (self.num_passes + 2 - limit)
+        return Plan(size, limit, [*thresholds[:limit], *never])
 
     def _step_seconds(self, num_tokens: int) -> float:
         return self.step.seconds(self._padded(num_tokens))
@@ -189,21 +179,12 @@ class Controller:
         curve = self._gains[min(self._gains, key=lambda other: abs(other - own))]
         return float(np.interp(num_nodes, _NODES, curve))
 
-    def _passes_of(self, kinds: Sequence[int]) -> PassGains:
-        """Gains of draft passes in rounds with rows of these kinds, however many."""
-        return self.passes.of(1, kinds)
-
     @property
     def pass_limits(self) -> list[int]:
         """Numbers of draft passes that a round may be captured for, rising; with 0 only retrieval proposes."""
         if self.fixed_passes is not None:
             return [self.fixed_passes]
         return [0, *range(_PASS_STRIDE, self.num_passes, _PASS_STRIDE), self.num_passes] if self.num_passes else [0]
-
-    @property
-    def _ratio(self) -> float:
-        """Accepted tokens / expected tokens, lately."""
-        return self._accepted / self._expected if self.fixed is None else 1.0
 
     # Learning
 
@@ -240,21 +221,22 @@ class Controller:
 
     def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
         """Learn what each pass brought: the expected tokens of the verified nodes that needed it."""
-        if not outcome.num_passes:
-            self._passes_of(outcome.kinds).observe_none()
-            return
         width = outcome.needs.shape[1] - 1
         is_verified = np.arange(width) < outcome.num_nodes[:, None]
         weights = np.where(is_verified, expected[:, :width], 0.0)
         by_need = np.bincount(outcome.needs[:, 1:].ravel(), weights.ravel(), minlength=outcome.num_passes + 1)
         values = np.cumsum(by_need)[: outcome.num_passes + 1]
-        self._passes_of(outcome.kinds).observe(outcome.reaches, values.tolist())
+        self.budget.passes.of(1, outcome.kinds).observe(outcome.reaches, values.tolist())
 
     def _learn_acceptance(self, outcome: Outcome, expected: np.ndarray) -> None:
         is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]
-        hoped = float(expected[is_verified].sum())
-        self._expected += hoped - WEIGHT * self._expected
-        self._accepted += sum(map(len, outcome.nodes)) - WEIGHT * self._accepted
+        hoped, num_accepted = float(expected[is_verified].sum()), sum(map(len, outcome.nodes))
+        if self.fixed is None:
+            self.budget.observe_acceptance(hoped, num_accepted)
+        else:  # the rate, in tokens of a step
+            num_rows, num_nodes = outcome.num_rows, int(outcome.num_nodes.sum())
+            size = TreeSize(num_nodes, num_rows, hoped, 1.0)
+            self.budget.observe(num_rows, num_rows + num_accepted, size, outcome.num_passes)
         verified = np.where(is_verified, outcome.paths, 0.0)[:, : int(outcome.num_nodes.max())]
         paths = np.concatenate([np.ones((len(verified), 1), verified.dtype), verified], axis=1)
         self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes, outcome.kinds)

@@ -132,11 +132,11 @@ class Grafter:
         """
         num_rows = len(going)
         if self.adapts:  # rows share the budget and wait for each other's passes
-            pays = self.budget.num_passes(num_rows, num_done, sum(compress(reach, going)), kinds) > 0
+            pays = sum(compress(reach, going)) > self.budget.least_reach(num_rows, num_done, kinds)
             return going if pays else [False] * num_rows
         # With a fixed budget the step costs the same whatever is drafted, so each row decides as if all were alike.
         return [
-            is_going and self.budget.num_passes(num_rows, num_done, num_rows * own, [kind]) > 0
+            is_going and num_rows * own > self.budget.least_reach(num_rows, num_done, [kind])
             for own, is_going, kind in zip(reach, going, kinds, strict=True)
         ]
 
@@ -209,8 +209,6 @@ class Grafter:
                 round.passes[row] += 1
                 reach[row] = reached[row]
         round.draft_seconds = time.perf_counter() - start
-        if not any(round.passes):
-            self.budget.passes.of(num_rows, round.kinds).observe_none()  # passes are not given up for ever
 
     def graft(self, round: Round) -> DraftTree:
         """Add retrieved candidates below drafted nodes, and choose the tree."""
@@ -268,11 +266,12 @@ class Grafter:
 
     def _learn_pass_gains(self, round: Round) -> None:
         """Learn what each pass brought: the value of the round's candidates with fewer passes."""
-        if round.reaches:
-            num_rows = len(round.passes)
+        num_rows, num_passes = len(round.passes), len(round.reaches)
+        values = [0.0]
+        if num_passes:
             costs = self.budget.node_costs(num_rows, round.num_prefill_tokens)
-            values = round.candidates.values_by_need(len(round.reaches), *costs, round.caps, self._path_ratios)
-            self.budget.passes.of(num_rows, round.kinds).observe(round.reaches, values)
+            values = round.candidates.values_by_need(num_passes, *costs, round.caps, self._path_ratios)
+        self.budget.passes.of(num_rows, round.kinds).observe(round.reaches, values)
 
     def _learn_costs(
         self, round: Round | None, tree: DraftTree, seconds: float, round_seconds: float, num_prefill_tokens: int

@@ -91,7 +91,7 @@ class Policy(ABC):
             self.drafter.read(batch.draft, row, verified, following)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
-        """Learn from a finished round, whose verify step took `seconds`."""
+        """Learn from a finished round, whose verify step took `seconds`; 0: unknown."""
         if self.drafter is not None:  # first, so that the device works while the host learns
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:

@@ -6,12 +6,12 @@ The decisions are in `grafter`, which knows no engine. This policy gives it our 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from graft.model import TargetRunner
+from graft.model import KVCache, TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
@@ -20,7 +20,7 @@ from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_s
 from graft.spec_decode.grafter import Grafter, Round
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, num_setups_of
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, DraftState, num_setups_of
 from graft.tree.tree import DraftTree
 
 
@@ -75,6 +75,10 @@ class Graft(Policy):
             if self.drafter is not None:
                 self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
+        self._ended = 0.0  # until its prompt is prefilled, and while nobody asked, no time is a round's
+        return super().open(cache, texts)
+
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         self._num_prefill_tokens = batch.num_prefill_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
@@ -101,7 +105,7 @@ class Graft(Policy):
         ended, self._ended = self._ended, time.perf_counter()
         round_seconds = self._ended - ended if ended else 0.0
         # The time of a round with one-time work, such as a graph capture, says nothing about others.
-        is_usual = num_setups_of(self._target, self.drafter) == self._setups_before
+        is_usual = seconds > 0 and num_setups_of(self._target, self.drafter) == self._setups_before
         prefill = self._num_prefill_tokens
         self.grafter.learn(self._round, tree, accepted, seconds, round_seconds, is_usual, prefill)
 
