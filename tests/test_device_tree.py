@@ -292,7 +292,8 @@ def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes, has_block
     ranking.merge(pool, shape, scratch, device.acceptance_probs, device.factors, device.draws.kinds, DRAFTED)
     assert_same_nodes(candidates, device, is_merged=True)
 
-    ranked = ranking.Ranked.make(num_rows, MOST_NODES, DEVICE)
+    nodes = torch.zeros(num_rows, MOST_NODES, dtype=torch.int32, device=DEVICE)
+    ranked = ranking.Ranked(nodes, torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes[:, 0]))
     ranking.rank(pool, shape, device.caps, ranked, numbers(TOTAL))
     rows = [
         Row(table_row, length=len(text.ids) - 1)

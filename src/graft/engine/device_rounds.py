@@ -121,8 +121,7 @@ class DeviceRounds:
         read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
             flight, read = self._launch(batch, chunks)
-        for sequence in batch.sequences:
-            _try(sequence, sequence.settle)
+        batch.settle()
         meanwhile()
         self.flush(clock)
         self._flight = flight
@@ -516,8 +515,10 @@ class DeviceRounds:
             if draft_row is not None:
                 draft_row.length += len(new)
             sequence.stats.draft_passes += num_passes
-            seen = TreeRow(tree, None, number, names, None, common)
-            _try(sequence, partial(sequence.extend, new, accepted, seen))
+            try:
+                sequence.extend(new, accepted, TreeRow(tree, None, number, names, None, common))
+            except Exception as error:  # ends that sequence alone
+                sequence.failure = error
         try:
             self._count(flight, clock, nodes, num_passes, tree)
         except Exception:  # costs speed at most, and no answer
@@ -565,14 +566,6 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
-
-
-def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:
-    """A failure ends that sequence alone."""
-    try:
-        do()
-    except Exception as error:
-        sequence.failure = error
 
 
 def _state_of(pool: PagePool) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class Rounds:
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
             end.record()
             assert verified is not None
-            self._settle(batch)
+            batch.settle()
             meanwhile()
             self.target.synchronize()  # the walk would wait for it; here the time counts as the verify's
         with clock("accept"):
@@ -206,14 +206,6 @@ class Rounds:
             self.device_rounds.learn_prompts([chunk for _, chunk in together])
         except Exception as error:
             for sequence, _ in together:
-                sequence.failure = error
-
-    def _settle(self, batch: Batch) -> None:
-        """The texts of the rounds before, while the device computes. A failure ends that sequence alone."""
-        for sequence in batch.sequences:
-            try:
-                sequence.settle()
-            except Exception as error:
                 sequence.failure = error
 
     # Batches and their pages

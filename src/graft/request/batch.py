@@ -40,6 +40,14 @@ class Batch:
     def begin_round(self, num_prefill_tokens: int) -> None:
         self.num_prefill_tokens, self._max_depth = num_prefill_tokens, None
 
+    def settle(self) -> None:
+        """Make the texts of the rounds before, while the device computes. A failure ends that sequence alone."""
+        for sequence in self.sequences:
+            try:
+                sequence.settle()
+            except Exception as error:
+                sequence.failure = error
+
     def copy_row(self, source: int, target: int) -> None:
         """Copy a row's state to another: answers to the same prompt share its prefill."""
         self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])

@@ -22,10 +22,8 @@ from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
-_FADING = 0.9  # of the sums from which the cost of a draft pass is estimated
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes
 _PASS_MARGIN = 1.5  # passes that a round may make beyond the usual number, as rounds differ
-_MEAN = 0.1  # weight of a round in the mean gain by number of nodes
 
 
 class Plan(NamedTuple):
@@ -67,7 +65,7 @@ class PassSeconds:
     def observe(self, num_rows: int, num_passes: int, seconds: float) -> None:
         own = np.array([1.0, num_passes, seconds, num_passes**2, num_passes * seconds])
         known = self._sums.get(row_class(num_rows))
-        self._sums[row_class(num_rows)] = own if known is None else _FADING * known + own
+        self._sums[row_class(num_rows)] = own if known is None else (1 - WEIGHT) * known + own
 
     def at(self, num_rows: int, guess: float) -> tuple[float, float]:
         """Seconds without a pass, and of each pass. guess: of a pass, where rounds did not differ."""
@@ -217,7 +215,7 @@ class Controller:
         gains = np.concatenate([[0.0], np.cumsum(np.sort(expected.ravel())[::-1])]) / num_rows
         curve = np.interp(_NODES, np.arange(len(gains)) / num_rows, gains)
         known = self._gains.get(row_class(num_rows))
-        self._gains[row_class(num_rows)] = curve if known is None else known + _MEAN * (curve - known)
+        self._gains[row_class(num_rows)] = curve if known is None else known + WEIGHT * (curve - known)
 
     def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
         """Learn what each pass brought: the expected tokens of the verified nodes that needed it."""

@@ -17,7 +17,6 @@ from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, path
 
 _BLOCK = 16  # nodes of one program
 _OTHERS = 256  # nodes that they are compared with at once
-NUM_TRUTHS = 12  # powers of two that path probabilities are told apart by
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,6 @@ class Ranked:
     nodes: Tensor  # [R, cap] int32 places in the pool
     paths: Tensor  # [R, cap] float32; 0 behind the last
     counts: Tensor  # [R] int32 how many of them are verified; -1 in a row that is not in use
-
-    @classmethod
-    def make(cls, num_rows: int, cap: int, device: torch.device) -> Ranked:
-        nodes = torch.zeros(num_rows, cap, dtype=torch.int32, device=device)
-        return cls(nodes, torch.zeros(num_rows, cap, device=device), torch.zeros_like(nodes[:, 0]))
 
 
 class Scratch:
