@@ -267,13 +267,6 @@ FAULTS = (
         ("test_target.py::test_accepted_paths_are_committed_as_plain_decoding_would_have_written_them[llama]",),
     ),
     Fault(
-        "commit: rows of an earlier commit are moved again",
-        _GRAPHS,
-        "            part[len(rows) :] = 0\n",
-        "",
-        ("test_captured.py::test_rows_that_commit_in_turn_keep_the_texts_of_the_models_own_forward",),
-    ),
-    Fault(
         "step: padding of a captured step goes to a row of an earlier step",
         _GRAPHS,
         "        self.host_by_row[:, num_rows : size + 1] = 0\n",

@@ -52,7 +52,6 @@ _MAX_TREE_STEP = 512  # the largest step size for trees
 _FIRST_ROOM = 512  # initial size of the buffers, in tokens
 _MAX_PATH = 128  # tokens of a tree's path, the root included
 _FIRST_TOKENS = 16384  # initial size of a growing page pool, in tokens
-_COMMIT_ROWS = (1, 4, 16, 64, 256)  # numbers of rows that commits are padded to
 
 
 class StepBuffers:
@@ -121,36 +120,6 @@ class StepBuffers:
         self.top_logits[:size].copy_(values)
 
 
-class CommitBuffers:
-    """Static inputs of the graphs that commit accepted paths."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        size = 3 * round_up(rows) + rows * _MAX_PATH
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host = pinned_zeros((size,), torch.int32, device)
-        self._loaded = Event(device)
-        (self.table_rows, self.lengths, self.counts), self.places = self._parts(self._device, rows)
-        by_row, places = self._parts(self._host, rows)
-        self._by_row, self._places = [part.numpy() for part in by_row], places.numpy()
-
-    @staticmethod
-    def _parts(numbers: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
-        by_row, places = numbers[: 3 * round_up(rows)].view(3, -1), numbers[3 * round_up(rows) :].view(rows, _MAX_PATH)
-        return [part[:rows] for part in by_row], places
-
-    def load(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Send rows, and the places of their accepted tokens below the root, to the device."""
-        self._loaded.wait()
-        rows = [(row.block_table_row, row.length, len(path)) for row, path in moves]
-        for part, values in zip(self._by_row, zip(*rows, strict=True) if rows else [()] * 3, strict=True):
-            part[: len(rows)] = values
-            part[len(rows) :] = 0
-        for number, (_, path) in enumerate(moves):
-            self._places[number, : len(path)] = path
-        self._device.copy_(self._host, non_blocking=True)
-        self._loaded.record()
-
-
 class Graphs(Captures):
     """Fused weights, KV store and CUDA graphs of one model, shared by all runners that read the same hidden states."""
 
@@ -166,7 +135,6 @@ class Graphs(Captures):
         self.layers: FastLayers | None = None
         self._given_up: FastLayers | None = None
         self.buffers: list[StepBuffers] = []
-        self.commit_buffers: dict[int, CommitBuffers] = {}
         self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
         self.num_resized = -1  # the pool's, at the time of these graphs
@@ -483,28 +451,10 @@ class CapturedTarget(TargetRunner):
         # Places rise along a path. So if the last place equals the path's length, nothing has to move.
         moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
         if moves:
+            by_row = torch.tensor([(row.block_table_row, row.length, len(path)) for row, path in moves]).int().T
+            width = max(len(path) for _, path in moves)
+            places = torch.tensor([[*path, *[0] * (width - len(path))] for _, path in moves]).int()
             with graphs.lock, self.pool.lock, on_device(graphs.device):
-                for first in range(0, len(moves), _COMMIT_ROWS[-1]):
-                    self._move(moves[first : first + _COMMIT_ROWS[-1]])
+                table_rows, lengths, counts = by_row.contiguous().to(self.device)
+                self.commit_moves(graphs.sync_tables(), (table_rows, lengths, places.to(self.device), counts))
         cache.advance([1 + len(path) for path in paths])
-
-    def _move(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Move keys and values of accepted paths to the places right after their roots."""
-        graphs, rows = self._graphs, next(rows for rows in _COMMIT_ROWS if rows >= len(moves))
-        tables = graphs.sync_tables()
-        if rows not in graphs.commit_buffers:
-            graphs.commit_buffers[rows] = CommitBuffers(rows, self.device)
-        numbers = graphs.commit_buffers[rows]
-        pairs = self._store.pairs
-
-        def run() -> None:
-            for keys, values in pairs:
-                attention_kernels.commit(
-                    keys, values, tables, numbers.table_rows, numbers.lengths, numbers.places, numbers.counts
-                )
-
-        if ("move", rows) not in graphs.steps:
-            numbers.load([])  # warm-up runs move nothing
-        step = graphs.captured(("move", rows), run)
-        numbers.load(moves)
-        step()
