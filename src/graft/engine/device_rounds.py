@@ -73,11 +73,18 @@ class DeviceRounds:
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
         self.controller: Controller | None = policy.controller(target.size_for)
-        calibration = self.controller.calibration if self.controller is not None else None
+        calibration = self._calibration = self.controller.calibration if self.controller is not None else None
         num_buckets = calibration.acceptance_probs.shape[2] if calibration is not None else 1
         numbers = {name: number for number, name in enumerate(policy.sources)}
-        used = map(numbers.get, ("drafted", "suffix", "trigram"))
-        self._sources = Sources(len(numbers), num_buckets, NUM_KINDS, *used, is_calibrated=calibration is not None)
+        self._sources = Sources(
+            num_sources=len(numbers),
+            num_buckets=num_buckets,
+            num_kinds=NUM_KINDS,
+            drafted=numbers.get("drafted"),
+            copies=numbers.get("suffix"),
+            tables=numbers.get("trigram"),
+            is_calibrated=calibration is not None,
+        )
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
@@ -375,8 +382,8 @@ class DeviceRounds:
         inputs["drafts"][0] = plan.max_passes > 0
         if self.controller is not None:
             inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
-        if self._sources.is_calibrated:
-            inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
+        if self._calibration is not None:
+            inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
 
@@ -432,7 +439,7 @@ class DeviceRounds:
                 truncates=choice is Choice.TRUNCATED,
             )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if learns and self._sources.is_calibrated:
+        if learns and self._calibration is not None:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
         round.finish(shape, columns, buffers.by_row, chosen, *learned)
         self._target.commit_moves(tables, round.moves(shape))

@@ -14,6 +14,7 @@ import torch
 from graft.engine.device_rows import ReadChunk
 from graft.engine.marks import new_mark, seconds_between
 from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
+from graft.model.captures import on_device
 from graft.model.grammar import pruned
 from graft.model.sampler import Chooser, Sampler
 from graft.request.batch import Batch
@@ -80,9 +81,10 @@ class Rounds:
         tree = self._allowed_tree(batch, draft_result.tree)
         begin, end = (new_mark(self.target.device) for _ in range(2))
         with clock("verify"):
-            begin.record()
-            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
-            end.record()
+            with on_device(self.target.device):
+                begin.record()
+                verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
+                end.record()
             assert verified is not None
             batch.settle()
             meanwhile()
