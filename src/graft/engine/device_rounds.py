@@ -38,7 +38,7 @@ from graft.model.captures import (
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NUM_KINDS, RowDraws
+from graft.model.noise import NUM_KINDS, RowDraws, draft_temperature
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -46,6 +46,7 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.controller import Controller, Outcome, Plan
+from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
@@ -104,13 +105,15 @@ class DeviceRounds:
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
         """The rounds of an engine; None where the host has to make them."""
-        if not isinstance(target, CapturedTarget) or type(policy) not in (Off, Graft):
+        if not isinstance(target, CapturedTarget):
             return None
         if isinstance(policy, Graft):
-            if policy.grafter.settings.datastore is not None:
+            if policy.grafter_class is not Grafter or policy.grafter.settings.datastore is not None:
                 return None
             if drafter is not None and not hasattr(drafter, "run_passes"):
                 return None
+        elif not isinstance(policy, Off):
+            return None
         return cls(target, policy, drafter if isinstance(policy, Graft) else None)
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
@@ -200,7 +203,7 @@ class DeviceRounds:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
         owner = self._round_number  # graphs are over this round's memory, and engines may share a target's graphs
-        draws = choice is not Choice.GREEDY
+        draws = choice is not Choice.GREEDY and self.policy.knows_draws
         propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
         propose_key = (owner, "propose", num_passes, draws, *key)
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
@@ -287,7 +290,7 @@ class DeviceRounds:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
-        kinds = _kinds_of(batch.sequences)
+        kinds = [draws.kind for draws in self._draws_of(batch.sequences)]
         return self.controller.plan(kinds, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
@@ -366,7 +369,7 @@ class DeviceRounds:
         count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
         most = min(shape.cap, fixed) if fixed is not None else shape.cap
         settings = [sequence.settings for sequence in sequences]
-        draws = [RowDraws(own.seed or 0, 0, own.temperature) for own in settings]
+        draws = self._draws_of(sequences)
         by_row = {
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
@@ -377,6 +380,7 @@ class DeviceRounds:
             "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
+            "draft_temperatures": [own.temperature for own in draws],
             "top_k": [own.top_k for own in settings],
             "top_p": [own.top_p for own in settings],
             "min_p": [own.min_p for own in settings],
@@ -391,6 +395,13 @@ class DeviceRounds:
             inputs["acceptance_probs"][:] = self.controller.calibration.acceptance_probs.numpy()
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
+
+    def _draws_of(self, sequences: Sequence[TokenSequence]) -> list[RowDraws]:
+        """By row, what trees know of its coming draws. Positions are those of the device."""
+        known = [sequence.settings for sequence in sequences]
+        if not self.policy.knows_draws:
+            return [RowDraws(0, 0, 0.0)] * len(known)
+        return [RowDraws(own.seed or 0, 0, draft_temperature(own)) for own in known]
 
     # Inside graphs
 
@@ -408,7 +419,7 @@ class DeviceRounds:
         if drafter is not None and num_passes:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
-            draws = (round.inputs["seeds"], round.inputs["temperatures"]) if has_draws else None
+            draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
             rows = (table_rows, lengths, round.roots, context)
             draft = partial(drafter.run_passes, self._target.pool, shape.rows, num_passes, *rows, round.made, draws)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
@@ -557,7 +568,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
-                kinds=_kinds_of(flight.sequences),
+                kinds=[draws.kind for draws in self._draws_of(flight.sequences)],
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
@@ -565,11 +576,6 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
-
-
-def _kinds_of(sequences: Sequence[TokenSequence]) -> list[int]:
-    """By row, the kind of its calibration."""
-    return [RowDraws(0, 0, sequence.settings.temperature).kind for sequence in sequences]
 
 
 def _try(sequence: TokenSequence, do: Callable[[], Any]) -> None:

@@ -85,11 +85,12 @@ class AlignedState(ModelState[AlignedRow]):
 class OtherTokenizerDrafter(SmallModelDrafter):
     """Drafts with a small model of another vocabulary. `levels` gives its own tokens, `passes` the target's."""
 
-    knows_draws = False  # the noise is that of the target's tokens, and it drafts others
-
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
         self._pair = pair
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return False  # the noise is that of the target's tokens, and it drafts others
         limit = self._max_length()
         require(
             limit is None or limit >= _LEAST_CONTEXT,
