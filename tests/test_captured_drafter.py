@@ -13,6 +13,7 @@ from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
+from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
@@ -73,6 +74,12 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
         text.round(cache, state, [9, 6], 3)
         found.append(levels + text.levels(state, 3, keep=3, temperatures=(0.8, 0.0)))
     assert_alike(*found)
+
+
+def test_graphs_know_keyed_noise_and_not_that_of_torchs_generator(model):
+    drafter = drafter_of(SmallDrafter, model)
+    assert drafter.knows(ComingDraws([RowDraws(1, 2, 1.0), None]))
+    assert not drafter.knows(ComingDraws([RowDraws(1, 2, 1.0), RowDraws(0, 2, 1.0, times=[torch.ones(61)])]))
 
 
 def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from scipy.stats import chisquare
+from transformers.generation.logits_process import MinPLogitsWarper, TopPLogitsWarper
 
 import block_heads
 import graft
@@ -19,7 +20,7 @@ import heads
 from batches import opened, prefill
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
-from graft.model.noise import ComingDraws, RowDraws, gumbel_noise, noise_of_tokens
+from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration, by_noise
 from graft.spec_decode.cost_model import StepCost, UnitCost, usual_shape
@@ -104,6 +105,22 @@ def test_greedy_rows_are_drafted_by_the_same_bits_beside_sampled_ones():
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one[1], other[1])
         assert not torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("truncation", [{"min_p": 0.05}, {"min_p": 0.2}, {"top_p": 0.8}], ids=str)
+def test_truncated_draws_are_guessed_better_at_a_lower_temperature(truncation):
+    """The drafter's logits are the target's, less certain and with errors. transformers truncates."""
+    generator, seeds = torch.Generator().manual_seed(0), torch.arange(2000)
+    target = 2.5 * torch.randn(2000, 500, generator=generator)
+    logits = (0.85 * target + torch.randn(2000, 500, generator=generator))[:, None]
+    warper = MinPLogitsWarper(**truncation) if "min_p" in truncation else TopPLogitsWarper(**truncation)
+    drawn = (warper(None, target) + gumbel_noise(seeds, seeds, 500)).argmax(dim=1)
+
+    def share_guessed(temperature):
+        draws = ComingDraws([RowDraws(seed, seed, temperature) for seed in seeds.tolist()])
+        return (likeliest(logits, 1, draws, 1)[0][:, 0, 0] == drawn).float().mean()
+
+    assert share_guessed(draft_temperature(1.0, **truncation)) > share_guessed(1.0) + 0.01
 
 
 def open_batch(engine, settings):

@@ -398,10 +398,10 @@ class DeviceRounds:
 
     def _draws_of(self, sequences: Sequence[TokenSequence]) -> list[RowDraws]:
         """By row, what trees know of its coming draws. Positions are those of the device."""
-        known = [sequence.settings for sequence in sequences]
         if not self.policy.knows_draws:
-            return [RowDraws(0, 0, 0.0)] * len(known)
-        return [RowDraws(own.seed or 0, 0, draft_temperature(own)) for own in known]
+            return [RowDraws(0, 0, 0.0)] * len(sequences)
+        settings = [sequence.settings for sequence in sequences]
+        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.top_p, s.min_p)) for s in settings]
 
     # Inside graphs
 
