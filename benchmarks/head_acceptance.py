@@ -117,7 +117,8 @@ def main() -> None:
         compared = [own for policy in policies.values() for own in policy["tasks"].values()]
         num_different = sum(own["differ"] for own in compared)
         print(f"{num_different} of {sum(own['prompts'] for own in compared)} texts differ from plain decoding alone")
-        sys.exit(num_different > 0)
+        if num_different:
+            sys.exit(1)
 
 
 def print_line(task: str, own: dict[str, Any], tail: str = "") -> None:

@@ -29,7 +29,7 @@ def draft_temperature(temperature: float, top_p: float = 1.0, min_p: float = 0.0
     temperature makes such tokens less likely without excluding any. It guesses as well as the best soft cut; a hard
     cut is worse. The factors are those that were best at top-p 0.95 (1.05) and min-p 0.05 (1.2).
     """
-    return temperature / max(2 - top_p, 1 + math.sqrt(min_p))
+    return max(temperature / max(2 - top_p, 1 + math.sqrt(min_p)), 1e-6) if temperature else 0.0
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -75,7 +75,7 @@ class RowDraws:
 
     def share_power(self, num_halvings: float) -> float:
         """How much less likely to be drawn a token is whose probability is halved so many times."""
-        return float(0.5 ** (num_halvings / max(self.temperature, 1e-6))) if self.temperature else 0.0
+        return float(0.5 ** (num_halvings / self.temperature)) if self.temperature else 0.0
 
     @property
     def banned(self) -> list[int]:
@@ -141,13 +141,8 @@ class ComingDraws:
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Seeds, positions, 1 / temperature (1 for greedy rows) and whether the row is sampled, [B] on a device."""
         if device not in self._columns:
-            known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
-            self._columns[device] = (
-                torch.tensor([row.seed for row in known], device=device),
-                torch.tensor([row.position for row in known], device=device),
-                torch.tensor(
-                    [1 / max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device
-                ),
-                torch.tensor([row.temperature > 0 for row in known], device=device),
-            )
+            seeds, temperatures = (part.to(device) for part in self.keys())
+            positions = torch.tensor([row.position if row is not None else 0 for row in self.rows], device=device)
+            factors = torch.where(temperatures > 0, 1 / temperatures, 1.0)
+            self._columns[device] = seeds, positions, factors, temperatures > 0
         return self._columns[device]
