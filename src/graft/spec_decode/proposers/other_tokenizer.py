@@ -88,15 +88,15 @@ class OtherTokenizerDrafter(SmallModelDrafter):
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
         self._pair = pair
-
-    def knows(self, draws: ComingDraws) -> bool:
-        return False  # the noise is that of the target's tokens, and it drafts others
         limit = self._max_length()
         require(
             limit is None or limit >= _LEAST_CONTEXT,
             f"the draft model's context leaves room for {max(limit or 0, 0)} tokens of text besides {self.num_slots} "
             "drafted ones: make the tree smaller, or use another model",
         )
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return False  # the noise is that of the target's tokens, and it drafts others
 
     def with_settings(self, settings: TreeSettings) -> OtherTokenizerDrafter:
         return OtherTokenizerDrafter(self.model, self._pair, settings)
