@@ -204,19 +204,22 @@ def test_answers_decoded_together_are_those_of_their_seeds_alone(policy):
 
 
 def test_draws_keep_the_models_own_distribution():
-    """2,500 draws with trees that know the noise, each of a seed of its own, against the model's probabilities."""
+    """5,000 draws with trees that know the noise, two in each of 2,500 answers, against the model's probabilities."""
     model = tiny_model()
     engine = Engine(model, drafter=make_drafter("eagle3", model), budget=4)
-    counts = np.zeros(VOCAB)
+    counts = np.zeros((VOCAB, VOCAB))  # by first and second token
     for start in range(0, 2500, 500):
         result = engine.generate(PROMPT, n=500, seed=start, temperature=1.0, max_new_tokens=2, ignore_eos=True)
         for choice in result.choices:
-            counts[choice.ids[0]] += 1
+            counts[tuple(choice.ids)] += 1
     with torch.no_grad():
-        expected = model(torch.tensor([PROMPT])).logits[0, -1].double().softmax(-1).numpy() * counts.sum()
-    often = expected >= 5
-    observed, expected = (np.append(part[often], part[~often].sum()) for part in (counts, expected))
-    assert chisquare(observed, expected).pvalue > 1e-3
+        logits = model(torch.tensor([[*PROMPT, first] for first in range(VOCAB)])).logits.double()
+    first, second = logits[0, -2].softmax(-1).numpy(), logits[:, -1].softmax(-1).numpy()
+    firsts, seconds = counts.sum(axis=1), counts.sum(axis=0)
+    for observed, expected in ((firsts, first * counts.sum()), (seconds, firsts @ second)):
+        often = expected >= 5
+        observed, expected = (np.append(part[often], part[~often].sum()) for part in (observed, expected))
+        assert chisquare(observed, expected).pvalue > 1e-3
 
 
 # Candidates in C
