@@ -1,14 +1,15 @@
 """How many tokens of a drafter are accepted, by task and method, and are texts plain decoding's?
 
     python benchmarks/head_acceptance.py --draft HEAD --policy dense,block,graft --data gsm8k.jsonl --compare
+    python benchmarks/head_acceptance.py --draft HEAD --policy graft-without-noise,graft --temperature 1 --rows 8 ...
 
 HEAD is an EAGLE-3 head, a block head, a small model or another drafter; with none, `graft` only retrieves. `dense` is
 the drafter's tree of the 60 likeliest nodes, `block` its likeliest chain; docs/measuring.md has the others.
 
-Prompts of a task decode together in one batch and learn nothing from each other, so each gets the text it would get
-alone. On a GPU, EAGLE-3 has fewer beams the more rows there are; `--rows 1` shows its whole tree. No times are measured
-here: use `graft bench` for that. `modelled` is the speed over plain decoding if every verify step took as long as a
-plain one, and a draft pass `--pass-cost` of that.
+Prompts of a task decode together in one batch and learn nothing from each other. With `--compare` each is also decoded
+plainly and alone, and the exit status is 1 if a text differs. On a GPU, EAGLE-3 has fewer beams the more rows there
+are; `--rows 1` shows its whole tree. No times are measured here: use `graft bench` for that. `modelled` is the speed
+over plain decoding if every verify step took as long as a plain one, and a draft pass `--pass-cost` of that.
 """
 
 import argparse
@@ -42,15 +43,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policy", default="dense", help="methods, such as dense,block,block-paper,graft")
     add_prompts(parser, limit=40, max_new_tokens=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, help=f"EAGLE-3: draft passes after the first; {_TREE.depth}")
     parser.add_argument(
         "--topk", type=int, help=f"EAGLE-3: beams, {_TREE.topk}; block: tokens of a slot that have children, 16"
     )
     parser.add_argument("--total-token", type=int, default=USUAL_BUDGET, help="most nodes verified in a round")
     parser.add_argument("--pass-cost", type=float, default=USUAL_PASS_COST, help="of a draft pass, in verify steps")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rows", type=int, default=40, help="prompts that decode together")
-    parser.add_argument("--compare", action="store_true", help="also decode plainly and compare the texts")
+    parser.add_argument("--compare", action="store_true", help="also decode plainly and alone, and compare the texts")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     return parser.parse_args()
 
@@ -59,7 +64,7 @@ def main() -> None:
     options = parse()
     names = options.policy.split(",")
     check_names(names, tuple(POLICY_METHODS))
-    engine = load(options.model, policy=PLAIN, draft=None, dtype=options.dtype)
+    engine = load(options.model, policy=PLAIN, draft=None, device=options.device, dtype=options.dtype)
     model = engine.target.model
     assert isinstance(model, PreTrainedModel)
     drafter = None
@@ -70,7 +75,9 @@ def main() -> None:
     sampling = SamplingSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        seed=0,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
         stop_token_ids=tuple(engine.eos_token_ids),
     )
     tasks = {
@@ -86,7 +93,7 @@ def main() -> None:
     expected: dict[str, list[list[int]]] = {}
     if options.compare:
         plain = PolicyMethod(PLAIN, model)
-        expected = {task: [answer.ids for answer in answers(plain, task)] for task in tasks}
+        expected = {task: [plain.answer([own], sampling)[0].ids for own in tasks[task]] for task in tasks}
 
     policies: dict[str, Any] = {}
     for name in names:
@@ -106,6 +113,12 @@ def main() -> None:
         policies[name] = {"average": average, "tasks": results}
     print(f"({device_name()}, {options.dtype}, temperature {options.temperature:g})")
     write_json(options.out, {"draft": Path(options.draft).name, "policies": policies})
+    if options.compare:
+        compared = [own for policy in policies.values() for own in policy["tasks"].values()]
+        num_different = sum(own["differ"] for own in compared)
+        print(f"{num_different} of {sum(own['prompts'] for own in compared)} texts differ from plain decoding alone")
+        if num_different:
+            sys.exit(1)
 
 
 def print_line(task: str, own: dict[str, Any], tail: str = "") -> None:

@@ -11,6 +11,9 @@ bandwidth of a copy measured in the same run. `ratio` is graph over limit. Steps
 
 `--without-overlap` also times a graph whose launches do not overlap (see `kernels/overlap.py`), in turns with the usual
 one, and compares the bits of their logits.
+
+`--draft-pass` instead times a pass of an EAGLE-3 head that expands its beams, in microseconds, with and without the
+noise of coming draws. The head has the model's shape and up to 32,768 draft tokens.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import gc
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,10 @@ from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import overlap
 from graft.model.llama import why_not
+from graft.model.noise import ComingDraws, RowDraws
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 from graft.tree.tree import DraftTree
 
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -66,6 +74,7 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int, help="tokens of each text; may be repeated")
     parser.add_argument("--exact", action="store_true", help="use our own kernel for all products, even if slower")
     parser.add_argument("--without-overlap", action="store_true", help="also time launches that do not overlap")
+    parser.add_argument("--draft-pass", action="store_true", help="time draft passes instead of steps")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = common.parse_with_dry_run(parser)
 
@@ -82,6 +91,11 @@ def main() -> None:
         model = common.make_model(shape, vocab, max(contexts) + 256)
         print(f"{name}: {why_not(model) or 'fused layers'}")
         target = CapturedTarget(model, exact=options.exact)
+        if options.draft_pass:
+            for context in contexts:
+                lines.append(time_draft_pass(name, target, context, options))
+                common.write_json(options.out, facts)
+            continue
         for context, width in product(contexts, widths):
             line = time_step(name, target, context, width, bandwidth, options)
             print(line, flush=True)
@@ -127,6 +141,38 @@ def time_step(
         compare_overlap(line, target, cache, tree)
     cache.release()
     return line
+
+
+def time_draft_pass(name: str, target: CapturedTarget, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a draft pass for rows of `context` tokens, by whether it knows the noise of coming draws."""
+    num_rows, vocab_size = options.rows, min(target.vocab_size, 32_768)
+    head = Eagle3Head(Eagle3Config.for_target(target.model.config, draft_vocab_size=vocab_size))
+    head = head.to(common.DEVICE, common.DTYPE).requires_grad_(False)
+    head.set_vocabulary(torch.arange(vocab_size, device=common.DEVICE))
+    head.borrow_embedding(target.model.get_input_embeddings().weight)
+    drafter = CapturedEagle3Drafter(head, TreeSettings(depth=1, topk=2) if options.dry_run else None)
+    cache = target.open(num_rows, context + drafter.num_slots)
+    for row in cache.rows:
+        row.length = context
+    state = drafter.open(cache)
+    if not drafter.is_captured(state):
+        sys.exit("the head was not captured")
+    roots = torch.zeros(num_rows, dtype=torch.int64)
+    buffers = drafter._begin(state, roots, ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)]))
+    padded_context, times = drafter._context(state.rows), {False: [], True: []}
+    for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
+        shape = drafter._shape_of(num_rows, KEPT_OF_A_LEVEL, knows_draws)
+        drafter._run_root(buffers, shape)
+        expand = partial(drafter._run_expand, buffers, shape)
+        times[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
+    cache.release()
+    without, with_noise = (statistics.median(times[knows_draws]) for knows_draws in (False, True))
+    print(
+        f"{name}, context {context}, {num_rows} rows of {shape.beams} beams: a draft pass takes {without:.1f} us, and "
+        f"with the noise of coming draws {with_noise:.1f} us ({with_noise - without:+.1f})",
+        flush=True,
+    )
+    return {"shape": name, "context": context, "rows": num_rows, "without_us": without, "with_us": with_noise}
 
 
 def trees_of(width: int, rows: int) -> DraftTree:

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 from graft.model import TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
+from graft.model.noise import ComingDraws, RowDraws
 from graft.model.runner import outputs_of
 from graft.model.step import Chunk
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
@@ -110,9 +111,18 @@ class Text:
             self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
         return [new[-1] for new in tokens]
 
-    def levels(self, state, count=4, keep=None):
+    def levels(self, state, count=4, keep=None, temperatures=None):
         roots = torch.zeros(len(state.rows), dtype=torch.int64)
-        return list(islice(self.drafter.levels(state, roots, keep), count))
+        return list(islice(self.drafter.levels(state, roots, keep, draws_of(state, temperatures)), count))
+
+
+def draws_of(state, temperatures):
+    """The next draws of rows with these temperatures, each with a seed of its own; None: they are not known."""
+    if temperatures is None:
+        return None
+    lengths = [row.row.length + 1 for row in state.rows]  # with the root
+    rows = enumerate(zip(lengths, temperatures, strict=True))
+    return ComingDraws([RowDraws(70 + number, length, warm) if warm else None for number, (length, warm) in rows])
 
 
 def assert_alike(levels, others):

@@ -13,12 +13,13 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.layout import Layout
-from graft.model.noise import gumbel_noise
+from graft.model.noise import gumbel_noise, noise_of_tokens
 from graft.model.sampler import truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device import walk as walk_kernels
+from graft.tree.device.noise import DraftDraws
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +192,15 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def highest(
-    logits: Tensor, k: int, noise: Tensor | None = None, temperatures: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
-    if noise is not None and temperatures is not None:
-        each = len(logits) // len(noise)
-        warm = torch.where(temperatures > 0, temperatures, 1.0)[: len(noise), None]
-        logits = logits / warm.repeat_interleave(each, dim=0) + noise.repeat_interleave(each, dim=0)
+    if draws is not None:
+        tokens = draws.to_target + torch.arange(logits.shape[1], device=logits.device)
+        passes = 0 if draws.num_passes is None else draws.num_passes
+        noise = noise_of_tokens(draws.seeds, draws.positions + passes + 1, tokens)
+        perturbed = logits.unflatten(0, (len(noise), -1)) / draws.temperatures[:, None, None] + noise[:, None]
+        is_sampled = (draws.temperatures > 0).repeat_interleave(len(logits) // len(noise))
+        logits = torch.where(is_sampled[:, None], perturbed.flatten(0, 1).float(), logits)
     values, tokens = logits.sort(dim=1, descending=True, stable=True)
     return tokens[:, :k].int(), values[:, :k], logits.logsumexp(dim=1)
 

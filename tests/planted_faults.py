@@ -63,8 +63,8 @@ FAULTS = (
     Fault(
         "noise: a draft is ranked by the noise of the position after its own",
         _NOISE,
-        "torch.tensor([depth - 1 for depth in depths], device=device)",
-        "torch.tensor(list(depths), device=device)",
+        "noise_of_tokens(seeds, positions + depth - 1, tokens)",
+        "noise_of_tokens(seeds, positions + depth, tokens)",
         ("test_known_draws.py::test_drafted_tokens_are_ranked_by_log_q_over_temperature_and_noise",),
     ),
     Fault(
@@ -122,6 +122,20 @@ FAULTS = (
         "            self._num_foreseen = len(self._states)\n",
         "            self._num_foreseen = len(self._states) + 1\n",
         ("test_known_draws.py::test_decode_foresees_the_draws_of_torchs_own_generator",),
+    ),
+    Fault(
+        "noise: draft passes on the device rank by the noise of the level before",
+        "src/graft/model/kernels/topk.py",
+        "position = tl.load(positions + text).to(tl.int64) + 1",
+        "position = tl.load(positions + text).to(tl.int64)",
+        ("test_kernels.py::test_sampled_rows_are_ranked_by_logits_over_temperature_and_the_noise_of_their_draws",),
+    ),
+    Fault(
+        "noise: slots of a block on the device share the noise of the first",
+        "src/graft/spec_decode/proposers/block/cuda_graphs.py",
+        "DraftDraws(seeds, temperatures, positions + places, by_row.to_target)",
+        "DraftDraws(seeds, temperatures, positions, by_row.to_target)",
+        ("test_captured_block.py::test_drafts_are_those_of_the_eager_drafter",),
     ),
     # The sampler
     Fault(

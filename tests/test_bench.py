@@ -223,6 +223,14 @@ def test_peer_stops_where_ours_stops():
         assert (found.ids, found.stats.tokens) == (expected.ids, expected.stats.tokens)
 
 
+@pytest.mark.parametrize("truncation", [{"min_p": 1.0}, {"top_p": 1e-6}])
+def test_truncation_that_leaves_one_token_makes_all_methods_greedy(truncation: dict[str, float]):
+    methods = make_peer("hf", tiny_model()), PolicyMethod("off", tiny_model())
+    sampled = BenchSettings(max_new_tokens=16, temperature=2.0, seed=1, **truncation).sampling(())
+    greedy, *texts = [method.answer([PROMPT], settings)[0].ids for settings in (SIXTEEN, sampled) for method in methods]
+    assert all(text == greedy for text in texts)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 from block_heads import make_head
-from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
+from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike, draws_of
 from graft import Engine
 from graft.model import TargetRunner
 from graft.model.captures import Captures
@@ -45,8 +45,8 @@ class BlockText(Text):
         self.target = target(model, self.drafter.hidden_layers)
         self.rng = random.Random(0)
 
-    def levels(self, state, roots, keep=None):
-        (levels,) = self.drafter.passes(state, torch.tensor(roots), keep)
+    def levels(self, state, roots, keep=None, temperatures=None):
+        (levels,) = self.drafter.passes(state, torch.tensor(roots), keep, draws_of(state, temperatures))
         return list(levels)
 
 
@@ -67,9 +67,10 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):
         cache, state = text.open(PROMPT, [5, 6], PROMPT * 14, [7], shuffled=shuffled)
         roots = [11, 6, 11, 7]
         levels = text.levels(state, roots)
-        for keep in (5, 5, 1, None):
+        known = (0.7, 0.0, 1.2, 1.0)
+        for keep, temperatures in ((5, None), (5, known), (1, None), (1, known), (None, None), (None, known)):
             roots = text.round(cache, state, roots)
-            levels += text.levels(state, roots, keep)
+            levels += text.levels(state, roots, keep, temperatures)
         assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)
         found.append((levels, state.lengths))
     assert_alike(found[0][0], found[1][0])
@@ -87,7 +88,7 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
         cache, state = text.open(PROMPT[:3])
         levels = text.levels(state, [42], keep=3)
         roots = text.round(cache, state, [42], 3)
-        found.append(levels + text.levels(state, roots, keep=3))
+        found.append(levels + text.levels(state, roots, keep=3, temperatures=(0.8,)))
     assert_alike(*found)
 
 

@@ -13,6 +13,7 @@ from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
+from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import captured, draft_buffers
 from graft.spec_decode.proposers.captured import CapturedDrafter
@@ -43,14 +44,15 @@ def both(model, **options):
 @pytest.mark.parametrize("keep", [None, 5, 1])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
-    """Of ragged rows, over contexts of several pages, round after round, wherever the pages lie."""
+    """Of ragged rows, over contexts of several pages, round after round, wherever the pages lie. In the last rounds
+    the draws of two rows are known."""
     found = []
     for text in both(model):
         cache, state = text.open(PROMPT, [5, 6], PROMPT * 14, shuffled=shuffled)
         levels, roots = text.levels(state, keep=keep), [11, 6, 11]
-        for _ in range(3):
+        for temperatures in (None, None, (0.7, 0.0, 1.2), (1.0, 0.5, 0.0)):
             roots = text.round(cache, state, roots)
-            levels += text.levels(state, keep=keep)
+            levels += text.levels(state, keep=keep, temperatures=temperatures)
         assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)
         found.append((levels, state.lengths))
         if shuffled:
@@ -70,8 +72,14 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
         cache, state = text.open(PROMPT[:3], [5, 6])
         levels = text.levels(state, 3, keep=3)
         text.round(cache, state, [9, 6], 3)
-        found.append(levels + text.levels(state, 3, keep=3))
+        found.append(levels + text.levels(state, 3, keep=3, temperatures=(0.8, 0.0)))
     assert_alike(*found)
+
+
+def test_graphs_know_keyed_noise_and_not_that_of_torchs_generator(model):
+    drafter = drafter_of(SmallDrafter, model)
+    assert drafter.knows(ComingDraws([RowDraws(1, 2, 1.0), None]))
+    assert not drafter.knows(ComingDraws([RowDraws(1, 2, 1.0), RowDraws(0, 2, 1.0, times=[torch.ones(61)])]))
 
 
 def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):

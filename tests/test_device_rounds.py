@@ -178,10 +178,17 @@ def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeyp
 
 
 @pytest.mark.parametrize(
-    "head", ["conditional", *(pytest.param(head, marks=pytest.mark.slow) for head in ("marginal", "markov"))]
+    ("head", "policy"),
+    [
+        ("conditional", "graft"),
+        ("conditional", "graft-without-noise"),
+        *(pytest.param(head, "graft", marks=pytest.mark.slow) for head in ("marginal", "markov")),
+    ],
 )
-def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(on_device, first_trees, monkeypatch, head):
-    """One row is greedy. The other is sampled: there, each slot has the noise of its own position."""
+def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
+    on_device, first_trees, monkeypatch, head, policy
+):
+    """One row is greedy. The other is sampled: there, each slot has the noise of its own position, if it is known."""
     model = tiny_model("llama", num_hidden_layers=4).to(DEVICE)
     settings = BlockTreeSettings(nodes=9)
     options = {"max_new_tokens": 7, "seed": 5, "each": [{}, {"temperature": 0.7}]}
@@ -191,7 +198,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(on_device
     network = block_heads.make_head(model, **block_heads.HEADS[head]).to(DEVICE)
     with torch.no_grad():
         network.norm.weight *= 8  # so sure of its drafts that trees are deep
-    engine = block_heads.make_engine(model, "graft", OfBlocks(network, settings))
+    engine = block_heads.make_engine(model, policy, OfBlocks(network, settings))
     answers = engine.generate_batch(PROMPTS, **options)
     assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
     for stats in (answer.stats for answer in answers):
@@ -201,7 +208,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(on_device
     first_trees.clear()
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.rounds.BY_ITSELF", ())
-        host = block_heads.make_engine(model, "graft", BlockDrafter(network, settings))
+        host = block_heads.make_engine(model, policy, BlockDrafter(network, settings))
         host.generate_batch(PROMPTS, **options)
     for prompt in map(tuple, PROMPTS):
         assert there[prompt] == first_trees[prompt]

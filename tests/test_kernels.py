@@ -23,11 +23,13 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
 from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
 from graft.model.kv_cache import Row
+from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk, FlatStep
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device import walk as walk_kernels
+from graft.tree.device.noise import DraftDraws
 from graft.tree.tree import PADDING
 from proposers import tree_of
 
@@ -776,6 +778,35 @@ def test_top_k_is_ordered_and_the_first_of_equal_values_wins(vocab_size, k):
     torch.testing.assert_close((values, total), expected[1:])
     finite = values > -torch.inf
     assert torch.equal(tokens[finite], expected[0][finite])
+
+
+def test_sampled_rows_are_ranked_by_logits_over_temperature_and_the_noise_of_their_draws():
+    """Two texts of two beams each, the second greedy. Draft ids are not target ids."""
+    torch.manual_seed(0)
+    vocab_size, passes = 1500, torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    logits = (2 * torch.randn(4, vocab_size)).to(DEVICE)
+    to_target = torch.arange(vocab_size, device=DEVICE) * 2
+    seeds, positions = torch.tensor([-7, 5], device=DEVICE), torch.tensor([900, 3], dtype=torch.int32, device=DEVICE)
+    draws = DraftDraws(seeds, torch.tensor([0.8, 0.0], device=DEVICE), positions, to_target, passes)
+    tokens, values, total = topk_kernels.highest(logits, 5, draws)
+    noise = gumbel_noise(seeds[:1], positions[:1].long() + 3, 3 * vocab_size)[:, ::3]
+    scores = torch.cat([logits[:2] / 0.8 + noise, logits[2:].double()])
+    expected = scores.topk(5)
+    assert torch.equal(tokens.long(), expected.indices)
+    torch.testing.assert_close(values.double(), expected.values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(total.double(), scores.logsumexp(dim=1), rtol=0, atol=1e-4)
+
+
+def test_draft_noise_is_the_samplers_noise_where_it_is_high_and_where_it_is_low():
+    """Of equal logits the noise decides, and one logit is so high that the token of the lowest noise is first."""
+    seeds, positions = torch.tensor([405], device=DEVICE), torch.tensor([0], device=DEVICE)
+    noise = gumbel_noise(seeds, positions, 1024)
+    assert noise.max() > 14 and noise.min() < -2.2
+    logits = torch.zeros(1, 1024, device=DEVICE)
+    logits[0, noise.argmin()] = 20.0
+    draws = DraftDraws(seeds, torch.ones(1, device=DEVICE), positions - 1, torch.zeros(1024, device=DEVICE).long())
+    _, values, _ = topk_kernels.highest(logits, 8, draws)
+    torch.testing.assert_close(values.double(), (logits + noise).topk(8).values, rtol=0, atol=3e-5)
 
 
 # The head's passes

@@ -163,7 +163,8 @@ def _watched(model: PreTrainedModel | None, num_prefill: int) -> Iterator[_Watch
 def _sampling(settings: SamplingSettings) -> dict[str, Any]:
     if settings.temperature == 0:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+    truncation = {"top_k": 0, "top_p": settings.top_p, "min_p": settings.min_p or None}
+    return {"do_sample": True, "temperature": settings.temperature, **truncation}
 
 
 def _synchronize(device: torch.device) -> None:

@@ -27,6 +27,8 @@ class BenchSettings(Settings):
 
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     repeat: int = 1  # times each prompt is answered by each method
     rows: int = 1  # prompts of a task that decode together
@@ -40,6 +42,8 @@ class BenchSettings(Settings):
         return SamplingSettings(
             max_new_tokens=max_new_tokens or self.max_new_tokens,
             temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
             seed=self.seed,
             stop_token_ids=tuple(eos_token_ids),
         )

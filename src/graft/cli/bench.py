@@ -26,6 +26,8 @@ _model = functools.partial(option, rich_help_panel="Model")
 DECODING: Group = {
     "max_new_tokens": _decoding(int, "Longest answer.", "128"),
     "temperature": _decoding(float, "Higher is more varied; 0 is greedy.", "0"),
+    "top_p": _decoding(float, "Sample from the likeliest tokens whose probabilities add up to P.", "1"),
+    "min_p": _decoding(float, "Drop tokens less likely than P times the likeliest.", "0"),
     "seed": _decoding(int, "The same seed gives the same text.", "0"),
     "repeat": _decoding(
         int, "Turns: times that each prompt is answered. From 2 on, intervals know the machine's noise.", "1"

@@ -38,7 +38,7 @@ from graft.model.captures import (
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NOT_SAMPLED, NUM_KINDS, RowDraws
+from graft.model.noise import NUM_KINDS, RowDraws, draft_temperature
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -281,7 +281,7 @@ class DeviceRounds:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
-        kinds = self._kinds_of(batch.sequences)
+        kinds = [draws.kind for draws in self._draws_of(batch.sequences)]
         return self.controller.plan(kinds, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
@@ -360,17 +360,18 @@ class DeviceRounds:
         count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
         most = min(shape.cap, fixed) if fixed is not None else shape.cap
         settings = [sequence.settings for sequence in sequences]
-        draws = [RowDraws(own.seed or 0, 0, own.temperature) for own in settings]
+        draws = self._draws_of(sequences)
         by_row = {
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
             "owners": [self._learned.owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
-            "kinds": self._kinds_of(sequences),
+            "kinds": [own.kind for own in draws],
             "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
+            "draft_temperatures": [own.temperature for own in draws],
             "top_k": [own.top_k for own in settings],
             "top_p": [own.top_p for own in settings],
             "min_p": [own.min_p for own in settings],
@@ -387,11 +388,12 @@ class DeviceRounds:
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
 
-    def _kinds_of(self, sequences: Sequence[TokenSequence]) -> list[int]:
-        """By row, the kind of its calibration. A tree that knows nothing of draws is that of a greedy row."""
+    def _draws_of(self, sequences: Sequence[TokenSequence]) -> list[RowDraws]:
+        """By row, what trees know of its coming draws. Positions are those of the device."""
         if not self.policy.knows_draws:
-            return [NOT_SAMPLED] * len(sequences)
-        return [RowDraws(0, 0, sequence.settings.temperature).kind for sequence in sequences]
+            return [RowDraws(0, 0, 0.0)] * len(sequences)
+        settings = [sequence.settings for sequence in sequences]
+        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.top_p, s.min_p)) for s in settings]
 
     # Inside graphs
 
@@ -409,7 +411,7 @@ class DeviceRounds:
         if drafter is not None and num_passes:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
-            draws = (round.inputs["seeds"], round.inputs["temperatures"]) if has_draws else None
+            draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
             rows = (table_rows, lengths, round.roots, context)
             asked = PassesOnDevice(self._target.pool, num_passes, *rows, round.made, draws)
             draft = partial(drafter.run_passes, asked)
@@ -565,7 +567,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
-                kinds=self._kinds_of(flight.sequences),
+                kinds=[draws.kind for draws in self._draws_of(flight.sequences)],
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,

@@ -26,16 +26,18 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, S
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
+    TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
-from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
+from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise
 from graft.model.overrides import evaluating
 from graft.model.sampler import SamplingSettings
 from graft.model.support import check_supported
@@ -48,6 +50,7 @@ from graft.spec_decode.policies import DEFAULT_POLICY
 _WHOLE_BATCH = (  # processors that know a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -333,8 +336,15 @@ class _ProcessorChooser:
     def __init__(self, batch: list[_CriteriaSequence], processors: LogitsProcessorList) -> None:
         self._rows = batch
         self._processors = processors
-        warpers = (each for each in processors if isinstance(each, TemperatureLogitsWarper))
-        self._temperature = math.prod(each.temperature for each in warpers)
+
+        def settings(kind: type, name: str) -> list[float]:
+            return [getattr(each, name) for each in processors if isinstance(each, kind)]
+
+        self._temperature = draft_temperature(
+            math.prod(settings(TemperatureLogitsWarper, "temperature")),
+            min(settings(TopPLogitsWarper, "top_p"), default=1.0),
+            max(settings(MinPLogitsWarper, "min_p"), default=0.0),
+        )
 
     def choose(self, logits: Tensor, walking: SequenceOf[bool]) -> Tensor:
         tokens = [

@@ -6,6 +6,7 @@ add the same g to its own logits and guess the draw itself. The target's choice 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,16 @@ NUM_KINDS = len(_TEMPERATURES) + 2
 NOT_SAMPLED = 0
 
 
+def draft_temperature(temperature: float, top_p: float = 1.0, min_p: float = 0.0) -> float:
+    """The temperature at which drafts guess the draws of a row with these settings.
+
+    What truncation excludes depends on the target's probabilities, which a drafter knows only roughly. A lower
+    temperature makes such tokens less likely without excluding any. It guesses as well as the best soft cut; a hard
+    cut is worse. The factors are those that were best at top-p 0.95 (1.05) and min-p 0.05 (1.2).
+    """
+    return max(temperature / max(2 - top_p, 1 + math.sqrt(min_p)), 1e-6) if temperature else 0.0
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64.
 
@@ -31,7 +42,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def noise_of_tokens(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """`gumbel_noise` of these tokens alone: [n], the same for all rows, or [B, n]. Returns [B, n]."""
+    """`gumbel_noise` of these tokens [n] alone. Returns [B, n]."""
     keys = mix64(mix64(seeds) + positions)
     bits = mix64(keys[:, None] + tokens * GOLDEN)
     uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1), never its ends
@@ -49,7 +60,7 @@ class RowDraws:
 
     seed: int
     position: int  # of the next draw
-    temperature: float  # 0: greedy, without noise
+    temperature: float  # of the guesses, see `draft_temperature`; 0: greedy, without noise
     bias: Mapping[int, float] = field(default_factory=dict)  # added to logits; minus infinity: never drawn
     endings: Sequence[int] = ()  # tokens that the next `num_unending` draws cannot give
     num_unending: int = 0
@@ -64,12 +75,22 @@ class RowDraws:
 
     def share_power(self, num_halvings: float) -> float:
         """How much less likely to be drawn a token is whose probability is halved so many times."""
-        return float(0.5 ** (num_halvings / max(self.temperature, 1e-6))) if self.temperature else 0.0
+        return float(0.5 ** (num_halvings / self.temperature)) if self.temperature else 0.0
 
     @property
     def banned(self) -> list[int]:
         """Tokens that are never drawn."""
         return [token for token, bias in self.bias.items() if bias == -torch.inf]
+
+    def add_to(self, noise: Tensor, tokens: Tensor, depth: int) -> None:
+        """Add what is known of a draw beside its keyed noise [V], or instead of it. tokens: [V] target ids."""
+        if self.times is not None:
+            is_known = depth <= len(self.times)
+            noise.copy_(-self.times[depth - 1].to(noise.device)[tokens].log() if is_known else torch.zeros_like(noise))
+        for token, bias in self.bias.items():
+            noise += torch.where(tokens == token, bias / (self.temperature or 1.0), 0.0)
+        if depth <= self.num_unending:
+            noise.masked_fill_(torch.isin(tokens, torch.tensor(self.endings, device=noise.device)), -torch.inf)
 
 
 class ComingDraws:
@@ -84,6 +105,16 @@ class ComingDraws:
         return ComingDraws([self.rows[row] for row in rows])
 
     @property
+    def is_keyed(self) -> bool:
+        """Whether all noise is a function of seed, position and token."""
+        return all(row is None or row.times is None for row in self.rows)
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """By row, the seed and the temperature; the temperature of a row of which nothing is known is 0."""
+        known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
+        return torch.tensor([row.seed for row in known]), torch.tensor([row.temperature for row in known])
+
+    @property
     def kinds(self) -> list[int]:
         """By row, the kind of its calibration."""
         return [row.kind if row is not None else NOT_SAMPLED for row in self.rows]
@@ -94,37 +125,14 @@ class ComingDraws:
         logits: [B, n, V], all of one depth. tokens: [V] target ids. Rows of which nothing is known stay as they are.
         sharpness: a factor of the logits of sampled rows, for a drafter that is less certain than its target.
         """
-        noise = self.noise(tokens, range(depth, depth + 1), logits.device)
-        return self.added(logits, noise, sharpness)
-
-    def noise(self, tokens: Tensor, depths: Sequence[int], device: torch.device) -> Tensor:
-        """The noise and bias over temperature, [B, depths, V] in float32. tokens: [V] or [B, depths, V] target ids."""
-        num_rows, num_depths = len(self.rows), len(depths)
-        seeds, positions, _, is_sampled = self._on(device)
-        ids = tokens.to(device).expand(num_rows, num_depths, tokens.shape[-1])
-        places = positions[:, None] + torch.tensor([depth - 1 for depth in depths], device=device)
-        found = noise_of_tokens(seeds.repeat_interleave(num_depths), places.flatten(), ids.flatten(0, 1))
-        found = found.view_as(ids).where(is_sampled[:, None, None], 0.0).float()
-        for number, row in enumerate(self.rows):
-            if row is None:
-                continue
-            if row.times is not None:
-                for place, depth in enumerate(depths):
-                    times = row.times[depth - 1].to(device)[ids[number, place]] if depth <= len(row.times) else None
-                    found[number, place] = 0.0 if times is None else -times.log()
-            for token, bias in row.bias.items():
-                found[number] += torch.where(ids[number] == token, bias / (row.temperature or 1.0), 0.0)
-            for place in (place for place, depth in enumerate(depths) if depth <= row.num_unending):
-                ends = torch.isin(ids[number, place], torch.tensor(row.endings, device=device))
-                found[number, place].masked_fill_(ends, -torch.inf)
-        return found
-
-    def added(self, logits: Tensor, noise: Tensor, sharpness: float = 1.0) -> Tensor:
-        """logits [B, ...] / T + noise. A row of which nothing is known has no noise and a T of 1: it stays as it is."""
-        _, _, factors, is_sampled = self._on(logits.device)
-        if sharpness != 1.0:
-            factors = torch.where(is_sampled, sharpness * factors, factors)
-        return added(logits, factors, noise)
+        seeds, positions, factors, is_sampled = self._on(logits.device)
+        noise = noise_of_tokens(seeds, positions + depth - 1, tokens)  # [B, V]
+        noise = noise.where(is_sampled[:, None], 0.0).float()
+        for row, own in enumerate(self.rows):
+            if own is not None:
+                own.add_to(noise[row], tokens, depth)
+        factors = torch.where(is_sampled, sharpness * factors, factors)
+        return added(logits, factors, noise[:, None])
 
     def factors(self, device: torch.device) -> Tensor:
         """[B] 1 / T; 1 for a row of which nothing is known."""
@@ -133,13 +141,8 @@ class ComingDraws:
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Seeds, positions, 1 / temperature (1 for greedy rows) and whether the row is sampled, [B] on a device."""
         if device not in self._columns:
-            known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
-            self._columns[device] = (
-                torch.tensor([row.seed for row in known], device=device),
-                torch.tensor([row.position for row in known], device=device),
-                torch.tensor(
-                    [1 / max(row.temperature, 1e-6) if row.temperature else 1.0 for row in known], device=device
-                ),
-                torch.tensor([row.temperature > 0 for row in known], device=device),
-            )
+            seeds, temperatures = (part.to(device) for part in self.keys())
+            positions = torch.tensor([row.position if row is not None else 0 for row in self.rows], device=device)
+            factors = torch.where(temperatures > 0, 1 / temperatures, 1.0)
+            self._columns[device] = seeds, positions, factors, temperatures > 0
         return self._columns[device]

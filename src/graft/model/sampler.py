@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graft.model.grammar import Constraint
-from graft.model.noise import ComingDraws, RowDraws, gumbel_noise
+from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise
 from graft.model.sampling_settings import SamplingSettings
 
 # Exponentials as whole numbers, see `weights`.
@@ -179,7 +179,8 @@ class Sampler:
         if s.temperature == 0 and not s.logit_bias and not num_unending:
             return None
         assert s.seed is not None
-        return RowDraws(s.seed, self._positions[row], s.temperature, s.logit_bias, self._ends[row], num_unending)
+        temperature = draft_temperature(s.temperature, s.top_p, s.min_p)
+        return RowDraws(s.seed, self._positions[row], temperature, s.logit_bias, self._ends[row], num_unending)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after bias, penalties and min_tokens."""

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from graft.model.kernels import gate
 from graft.model.kernels.gate import is_shut
+from graft.tree.device.noise import DraftDraws, draft_noise
 
 _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
 
 
-def highest(
-    logits: Tensor, k: int, noise: Tensor | None = None, temperatures: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32, and the logsumexp [R].
 
-    V must be at least k. noise [S, V] and temperatures [S], where R is a multiple of S: instead of the logits count
-    logits / T + noise; temperature 0 counts as 1.
+    V must be at least k. draws: of S texts, where R is a multiple of S. With them, logits / T + noise are ranked
+    instead of the logits of sampled texts. The kernel computes the noise itself: stored, it would take as much memory
+    as the logits.
     """
     num_rows, vocab_size = logits.shape
     num_chunks, kept = triton.cdiv(vocab_size, _CHUNK), triton.next_power_of_2(k)
@@ -38,9 +38,8 @@ def highest(
         logits.stride(0),
         *(found, values, *sums),
         vocab_size,
-        noise,
-        temperatures,
-        num_rows // len(noise) if noise is not None else 1,
+        *(draws or (None,) * len(DraftDraws._fields)),
+        num_rows // len(draws.seeds) if draws is not None else 1,
         K=k,
         KEPT=kept,
         CHUNK=_CHUNK,
@@ -99,8 +98,11 @@ def _chunk_topk_kernel(
     maxima: tl.tensor,
     totals: tl.tensor,
     vocab_size: int,
-    noise: tl.tensor | None,
+    seeds: tl.tensor | None,
     temperatures: tl.tensor | None,
+    positions: tl.tensor | None,
+    to_target: tl.tensor | None,
+    num_passes: tl.tensor | None,
     group: int,
     K: tl.constexpr,
     KEPT: tl.constexpr,
@@ -114,10 +116,15 @@ def _chunk_topk_kernel(
     place = row * tl.num_programs(1) + chunk
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-    if noise is not None:
-        temperature = tl.load(temperatures + row // group)
-        x = x / tl.where(temperature > 0, temperature, 1.0)
-        x += tl.load(noise + (row // group).to(tl.int64) * vocab_size + tokens, mask=tokens < vocab_size, other=0.0)
+    if seeds is not None:
+        text = row // group
+        temperature = tl.load(temperatures + text)
+        if temperature > 0:
+            target_ids = tokens + tl.load(to_target + tokens, mask=tokens < vocab_size, other=0)
+            position = tl.load(positions + text).to(tl.int64) + 1
+            if num_passes is not None:
+                position += tl.load(num_passes + text)
+            x = x / temperature + draft_noise(tl.load(seeds + text), position, target_ids)
     greatest = tl.max(x, axis=0)
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     tl.store(maxima + place, greatest)

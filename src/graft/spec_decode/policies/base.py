@@ -131,8 +131,9 @@ class Policy(ABC):
 
     def coming_draws(self, batch: Batch) -> ComingDraws | None:
         """What the round's tree may know of the rows' coming draws; None: nothing."""
-        is_used = self.knows_draws and (self.drafter is None or self.drafter.knows_draws)
-        return batch.chooser.coming_draws() if is_used and batch.chooser is not None else None
+        draws = batch.chooser.coming_draws() if self.knows_draws and batch.chooser is not None else None
+        is_known = draws is not None and (self.drafter is None or self.drafter.knows(draws))
+        return draws if is_known else None
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
         """Candidates with the batch's roots alone."""

@@ -24,6 +24,7 @@ from graft.model import KVCache, PagePool, TargetRunner, VerifyOutput
 from graft.model.captures import CONTEXTS, Captures, Run, context_for, first_line, is_out_of_memory, on_device, padded
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
+from graft.model.noise import ComingDraws
 from graft.progress import Report
 from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, ragged
@@ -40,7 +41,6 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     A subclass also inherits from the eager drafter of its head, which takes over if nothing can be captured.
     """
 
-    knows_draws = False
     contexts: tuple[int, ...] = CONTEXTS
 
     def __init__(self, head: Any, settings: Any = None) -> None:
@@ -61,7 +61,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         """Run the head on entries with the target's features [E, taps * H_t], before tokens [E]; within a graph."""
 
     @abstractmethod
-    def _shape_of(self, num_rows: int, keep: int | None) -> Any:
+    def _shape_of(self, num_rows: int, keep: int | None, knows_draws: bool = False) -> Any:
         """The shape of a round's passes, a part of their graphs' keys."""
 
     @abstractmethod
@@ -73,6 +73,9 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     @property
     def num_setups(self) -> int:
         return self._captures.num_setups
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return draws.is_keyed
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         captures = self._captures
@@ -166,18 +169,18 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
 
     # Rounds of the host
 
-    def _make_pass(self, state: CapturedState, roots: Tensor, shape: Any, number: int) -> B:
+    def _make_pass(self, state: CapturedState, roots: Tensor, shape: Any, number: int, draws: ComingDraws | None) -> B:
         """Launch a pass of a round. If another state has used the buffers since the last pass, all passes are made."""
         buffers = self._buffers.get(state.pool)
         is_own = buffers is not None and buffers.owner() is state and buffers.num_resized == state.pool.num_resized
         first = number
         if buffers is None or not is_own or number == 0:
-            first, buffers = 0, self._begin(state, roots)
+            first, buffers = 0, self._begin(state, roots, draws)
         for each in range(first, number + 1):
             self._replay_pass(buffers, shape, each, self._context(state.rows))
         return buffers
 
-    def _begin(self, state: CapturedState, roots: Tensor) -> B:
+    def _begin(self, state: CapturedState, roots: Tensor, draws: ComingDraws | None) -> B:
         """Make room for a round's drafts, and send its rows to the device."""
         most = state.pool.max_slots
         for row in state.rows:
@@ -187,7 +190,14 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         buffers.owner = weakref.ref(state)
         by_row = ByRow(_table_rows(state.rows), roots=roots.tolist(), lengths=state.lengths)
         buffers.round.load(by_row, ByEntry(), 0)
+        if draws is not None:
+            self._load_draws(buffers, *draws.keys())
         return buffers
+
+    def _load_draws(self, buffers: B, seeds: Tensor, temperatures: Tensor) -> None:
+        """Set what passes know of the first rows' coming draws."""
+        buffers.seeds[: len(seeds)].copy_(seeds)
+        buffers.temperatures[: len(seeds)].copy_(temperatures / self.sharpness)
 
     def _read(
         self,

@@ -14,6 +14,7 @@ from graft.model import PagePool
 from graft.model.captures import ROWS, Event, padded, pinned_zeros, round_up
 from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
+from graft.tree.device.noise import DraftDraws
 
 # Numbers of entries that graphs are captured for.
 ENTRIES = (4, 16, 64, 128, 256, 512, 1024, 2048)
@@ -101,6 +102,9 @@ class DraftBuffers:
         self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
         self.rotary = rotary
         self.round = Numbers(self.max_rows, self.max_entries, device)
+        # Of the rows' coming draws, where passes know them.
+        self.seeds = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(self.max_rows, device=device)
         # No tree: entries of the text see all entries before them.
         self.paths = torch.zeros(self.max_entries, 1, dtype=torch.int32, device=device)
         # The state whose rows are in `round` and in the passes. Other states make their passes again.
@@ -111,6 +115,11 @@ class DraftBuffers:
     def by_table_row(self) -> tuple[Tensor, ...]:
         """What is kept by row of the block tables."""
         return ()
+
+    def draws(self, rows: int, to_target: Tensor) -> DraftDraws:
+        """What is known of the first rows' coming draws. to_target: [V] to add to a draft id."""
+        lengths = self.round.by_row(rows).lengths[:rows]
+        return DraftDraws(self.seeds[:rows], self.temperatures[:rows], lengths, to_target)
 
     def take(self, other: DraftBuffers) -> None:
         """Take over what other buffers kept of the rows."""

@@ -55,7 +55,6 @@ class Drafter(Protocol):
     """A draft model that proposes trees pass by pass. `state` is what its own `open` returned."""
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; empty if it reads tokens only
-    knows_draws: bool  # whether its `passes` use `draws`
 
     @property
     def max_passes(self) -> int:
@@ -84,6 +83,9 @@ class Drafter(Protocol):
     @property
     def num_setups(self) -> int:
         """One-time set-ups so far; see `num_setups_of`."""
+
+    def knows(self, draws: ComingDraws) -> bool:
+        """Whether its `passes` can use these draws."""
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
         """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
@@ -171,7 +173,9 @@ class LevelByLevel(ABC):
     """Base of drafters whose passes give one level each: the children of the beams of the level before."""
 
     settings: TreeSettings
-    knows_draws = True
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return True
 
     @property
     def max_passes(self) -> int:

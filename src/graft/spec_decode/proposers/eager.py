@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.kv_cache import KVStore
+from graft.model.noise import ComingDraws
 
 _MAX_PENDING = 256  # entries of a row that may wait for the next draft pass
 
@@ -59,7 +60,11 @@ class EagerState(Generic[R]):
 class EagerDrafter(ABC, Generic[R]):
     """Base of the drafters of heads, for a CPU or where CUDA graphs cannot be used."""
 
-    knows_draws = True
+    # To guess draws, logits are multiplied by this, for a head that is less certain than its target.
+    sharpness = 1.0
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return True
 
     def __init__(
         self,

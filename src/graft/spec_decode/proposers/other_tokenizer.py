@@ -85,8 +85,6 @@ class AlignedState(ModelState[AlignedRow]):
 class OtherTokenizerDrafter(SmallModelDrafter):
     """Drafts with a small model of another vocabulary. `levels` gives its own tokens, `passes` the target's."""
 
-    knows_draws = False  # the noise is that of the target's tokens, and it drafts others
-
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
         self._pair = pair
@@ -96,6 +94,9 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             f"the draft model's context leaves room for {max(limit or 0, 0)} tokens of text besides {self.num_slots} "
             "drafted ones: make the tree smaller, or use another model",
         )
+
+    def knows(self, draws: ComingDraws) -> bool:
+        return False  # the noise is that of the target's tokens, and it drafts others
 
     def with_settings(self, settings: TreeSettings) -> OtherTokenizerDrafter:
         return OtherTokenizerDrafter(self.model, self._pair, settings)

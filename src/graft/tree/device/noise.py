@@ -6,6 +6,8 @@ exponential number: among tokens of probability p the one with the least E / p^(
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +16,6 @@ from graft.tree.device.pool import NUM_BUCKETS, bucket_of
 
 NUM_NOISES = tl.constexpr(8)  # buckets of E
 _NUM_BUCKETS = tl.constexpr(NUM_BUCKETS)
-_BLOCK = 1024
 
 # The constants of `hashing.mix64`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -32,17 +33,16 @@ def mixed(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def uniform_of(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The random number between 0 and 1 of a token in a draw, float64."""
+def random_bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The 53 random bits of a token in a draw."""
     key = mixed(mixed(seed.to(tl.uint64)) + position.to(tl.uint64))
-    bits = mixed(key + token.to(tl.uint64) * GOLDEN)
-    return ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
+    return (mixed(key + token.to(tl.uint64) * GOLDEN) >> 11).to(tl.int64)
 
 
 @triton.jit
 def draw_time(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
     """E of tokens in a draw, float64: -log(u), by a series that gives the same bits everywhere."""
-    u = uniform_of(seed, position, token)
+    u = (random_bits(seed, position, token).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
     bits = u.to(tl.int64, bitcast=True)
     exponent = (bits >> 52) - 1023
     m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)  # from 1 to 2
@@ -105,46 +105,23 @@ def successor_buckets(
     return tl.where((kind > 0) & (total > 0)[:, None] & is_new, drawn, bucket)
 
 
-def draft_noise(
-    seeds: Tensor,  # [R] int64
-    ends: Tensor,  # [R] int32 tokens of each text: the position of its next draw
-    temperatures: Tensor,  # [R] float32; 0: greedy, without noise
-    depth: int,  # 1 is the next draw
-    to_target: Tensor,  # [V] int64, to add to a draft id
-    out: Tensor,  # [R, V] float32, written
-    flag: Tensor | None = None,
-) -> None:
-    """The noise that a drafter adds to its logits / T."""
-    num_rows, vocab_size = out.shape
-    _noise_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
-        seeds, ends, temperatures, to_target, out, depth, vocab_size, BLOCK=_BLOCK, flag=flag
-    )
+class DraftDraws(NamedTuple):
+    """What a drafter knows of the coming draws of texts. `topk.highest` adds their noise to its logits / T."""
+
+    seeds: Tensor  # [S] int64
+    temperatures: Tensor  # [S] float32; 0: greedy, without noise
+    positions: Tensor  # [S] int32 of each text's last token: the next draw is one later
+    to_target: Tensor  # [V] int64, to add to a draft id
+    num_passes: Tensor | None = None  # [S] int32 draft passes before this one, each of which guessed one draw
 
 
-@triton.jit(do_not_specialize=["depth"])
-def _noise_kernel(
-    seeds: tl.tensor,
-    ends: tl.tensor,
-    temperatures: tl.tensor,
-    to_target: tl.tensor,
-    out: tl.tensor,
-    depth: int,
-    vocab_size: int,
-    BLOCK: tl.constexpr,
-    flag: tl.tensor | None = None,
-) -> None:
-    """A block of a row's draft vocabulary."""
-    if flag is not None:  # noqa: SIM102 - known when the kernel is compiled
-        if tl.load(flag) == 0:
-            return
-    row = tl.program_id(0)
-    draft_id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = draft_id < vocab_size
-    at = out + row.to(tl.int64) * vocab_size + draft_id
-    if tl.load(temperatures + row) > 0:
-        token = draft_id + tl.load(to_target + draft_id, mask=inside, other=0)
-        position = tl.load(ends + row).to(tl.int64) + depth - 1
-        u = uniform_of(tl.load(seeds + row), position, token)
-        tl.store(at, (-tl.log(-tl.log(u))).to(tl.float32), mask=inside)
-    else:
-        tl.store(at, tl.zeros([BLOCK], tl.float32), mask=inside)
+@triton.jit
+def draft_noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The noise of tokens in a draw, float32. Drafts need no more; the sampler itself uses float64."""
+    others = 9007199254740991 - random_bits(seed, position, token)
+    v = (others.to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
+    # E = -log(1 - v), precise where v is small too: that is where the noise is high.
+    rest = tl.maximum(1.0 - v, 5.0e-8)
+    is_tiny = rest == 1.0
+    time = tl.where(is_tiny, v, tl.log(rest) * v / tl.where(is_tiny, 1.0, rest - 1.0))
+    return -tl.log(time)

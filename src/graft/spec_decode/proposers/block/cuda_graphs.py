@@ -24,7 +24,7 @@ from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.block.tree import Noise, Ranking
+from graft.spec_decode.proposers.block.tree import Ranking
 from graft.spec_decode.proposers.captured import CapturedDrafter
 from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
@@ -32,8 +32,8 @@ from graft.spec_decode.proposers.drafter import PassesOnDevice
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
 from graft.tree.device import best_first
-from graft.tree.device import noise as noise_kernels
 from graft.tree.device.best_first import Trees
+from graft.tree.device.noise import DraftDraws
 
 
 class Shape(NamedTuple):
@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     rows: int  # with padding
     nodes: int  # of a row
     is_chain: bool
+    knows_draws: bool
 
 
 class BlockBuffers(DraftBuffers):
@@ -103,18 +104,18 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         if not isinstance(state, CapturedState):
             yield from super().passes(state, roots, keep, draws)
             return
-        shape = self._shape_of(len(state.rows), keep)
+        shape = self._shape_of(len(state.rows), keep, draws is not None)
         with self._captures.lock, state.pool.lock:
-            buffers = self._make_pass(state, roots, shape, 0)
+            buffers = self._make_pass(state, roots, shape, 0, draws)
             trees = Trees(buffers.trees(shape).numbers.to("cpu", copy=True))  # waits for the device
         yield trees.levels(len(state.rows))
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
         return BlockBuffers(self.fast, max(map(self._num_drafted, (False, True))), pool, store, number)
 
-    def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
+    def _shape_of(self, num_rows: int, keep: int | None, knows_draws: bool = False) -> Shape:
         is_chain = keep == 1
-        return Shape(padded(num_rows, ROWS), self._num_drafted(is_chain), is_chain)
+        return Shape(padded(num_rows, ROWS), self._num_drafted(is_chain), is_chain, knows_draws)
 
     # Rounds on the device
 
@@ -125,26 +126,33 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         return self.num_beams
 
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
-        num_rows, draws = asked.num_rows, asked.draws
-        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, None)
+        num_rows = asked.num_rows
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, None, asked.draws is not None)
         by_row = buffers.round.by_row(num_rows)
         by_row.table_rows[:num_rows].copy_(asked.table_rows)
         by_row.lengths[:num_rows].copy_(asked.lengths)
         by_row.roots[:num_rows].copy_(asked.roots[:num_rows])
-        noise = self._noise(*(part[:num_rows] for part in (*draws, asked.lengths))) if draws is not None else None
-        self._run_block(buffers, shape, asked.context, noise)
+        if asked.draws is not None:
+            self._load_draws(buffers, *(part[:num_rows] for part in asked.draws))
+        self._run_block(buffers, shape, asked.context)
         trees = buffers.trees(shape)
         add_level(0, *(part.flatten() for part in (trees.tokens, trees.parents, trees.probabilities)))
 
-    def _noise(self, seeds: Tensor, temperatures: Tensor, lengths: Tensor) -> Noise:
-        """The noise of the rows' coming draws, by slot. Each argument [R]."""
-        d2t, num_slots = self.head.d2t, self.head.config.num_drafts
-        positions = lengths[:, None] + torch.arange(1, num_slots + 1, device=d2t.device)
-        seeds, warmth = (part[:, None].expand_as(positions).flatten() for part in (seeds, temperatures))
-        noise = torch.empty(positions.numel(), len(d2t), device=d2t.device)
-        noise_kernels.draft_noise(seeds, positions.flatten(), warmth, 1, d2t, noise)
-        factors = torch.where(temperatures > 0, 1 / temperatures.clamp(min=1e-6), 1.0)
-        return Noise(noise.view(*positions.shape, -1), factors)
+    def _ranking(self, buffers: BlockBuffers, shape: Shape) -> Ranking:
+        draws = factors = None
+        if shape.knows_draws:
+            by_row, num_slots = buffers.draws(shape.rows, self.head.d2t), self.max_depth
+            factors = torch.where(by_row.temperatures > 0, 1 / by_row.temperatures, 1.0)
+            seeds, temperatures, positions = (part.repeat_interleave(num_slots) for part in by_row[:3])
+            places = torch.arange(num_slots, device=positions.device).repeat(shape.rows)
+            draws = DraftDraws(seeds, temperatures, positions + places, by_row.to_target)
+
+        def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+            ids, best, total = topk_kernels.highest(logits.flatten(0, 1), k, draws)
+            shape = logits.shape[:2]
+            return ids.unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)
+
+        return Ranking(highest, block_kernels.children, factors)
 
     # Graphs
 
@@ -155,13 +163,12 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         self.fast.enter(features, layout, buffers.keys, buffers.values, buffers.rotary)
 
     @torch.no_grad()
-    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int, noise: Noise | None = None) -> None:
+    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int) -> None:
         rows = shape.rows
         roots = buffers.round.by_row(rows).roots[:rows]
         layout = buffers.layout(rows, context)
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
         seen = [causal if is_causal else two_ways for is_causal in self.head.config.causal]
         hidden = self.fast.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
-        ranking = Ranking(topk_kernels.highest, block_kernels.children)
-        table = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking, noise)
+        table = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, self._ranking(buffers, shape))
         best_first.grow(*table, self.max_depth, buffers.trees(shape))

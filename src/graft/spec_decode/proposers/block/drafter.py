@@ -19,13 +19,13 @@ from graft.settings import Settings, check_size
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
     PLAIN,
-    Noise,
     Ranking,
     Table,
     chain_table,
     conditional_table,
     levels_of,
     marginal_table,
+    ranking_of,
 )
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
@@ -59,15 +59,14 @@ def table_of(
     settings: BlockTreeSettings,
     is_chain: bool = False,
     ranking: Ranking = PLAIN,
-    noise: Noise | None = None,
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] after roots [B]."""
     if is_chain:
-        return chain_table(head, hidden, roots, settings.shortlist, ranking, noise)
+        return chain_table(head, hidden, roots, settings.shortlist, ranking)
     if head.config.has_conditionals:
         shape = (settings.width, settings.children, settings.shortlist)
-        return conditional_table(head, hidden, roots, *shape, ranking, noise)
-    return marginal_table(head, hidden, settings.nodes, ranking, noise)
+        return conditional_table(head, hidden, roots, *shape, ranking)
+    return marginal_table(head, hidden, settings.nodes, ranking)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):
@@ -110,8 +109,8 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
         hidden = self._block(state, roots)
-        noise = Noise.of(draws, self.head) if draws is not None else None
-        table = table_of(self.head, hidden, roots, self.settings, keep == 1, noise=noise)
+        ranking = ranking_of(draws, self.head.target_ids) if draws is not None else PLAIN
+        table = table_of(self.head, hidden, roots, self.settings, keep == 1, ranking)
         yield levels_of(table.to_host(), self.max_depth, self._num_drafted(keep == 1))
 
     def _num_drafted(self, is_chain: bool) -> int:

@@ -28,29 +28,20 @@ class Table(NamedTuple):
         return Table(*(part.cpu() for part in self))
 
 
-class Noise(NamedTuple):
-    """What is known of coming draws. The softmax of logits / T + noise is the probability that a token is drawn."""
-
-    of_slots: Tensor  # [B, K, draft vocabulary] float32; 0 in a greedy row
-    factors: Tensor  # [B] 1 / T; 1 in a greedy row
-
-    @classmethod
-    def of(cls, draws: ComingDraws, head: BlockHead) -> Noise:
-        """Slot i gives the token of depth i + 1."""
-        tokens = head.target_ids
-        depths = range(1, head.config.num_drafts + 1)
-        return cls(draws.noise(tokens, depths, tokens.device), draws.factors(tokens.device))
-
-
 class Ranking(NamedTuple):
-    """Functions that choose the tokens of tables: those below, or kernels with the same arguments."""
+    """How the tokens of tables are chosen: by the functions below, or by kernels with the same arguments.
+
+    If coming draws are known, `highest` ranks logits / T + noise. Their softmax is the probability that a token is
+    drawn.
+    """
 
     highest: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     children: Callable[[Tensor, Tensor, int], Table]
+    factors: Tensor | None = None  # [B] 1 / T, 1 in a greedy row; None: nothing is known of coming draws
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Top-k of logits [N, V], best first: ids and logits [N, k], and the logsumexp [N]."""
+    """Top-k of logits [B, K, V], best first: ids and logits [B, K, k], and the logsumexp [B, K]."""
     logits = logits.float()
     found = logits.topk(k)
     return found.indices, found.values, logits.logsumexp(dim=-1)
@@ -74,40 +65,42 @@ def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
 PLAIN = Ranking(highest, children)
 
 
-def marginal_table(
-    head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN, noise: Noise | None = None
-) -> Table:
+def ranking_of(draws: ComingDraws, tokens: Tensor) -> Ranking:
+    """The ranking of slots whose coming draws are known: the first slot's is the next draw. tokens: [V] target ids."""
+
+    def highest_drawn(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        slots = logits.float().split(1, dim=1)
+        return highest(torch.cat([draws.perturbed(own, tokens, slot) for slot, own in enumerate(slots, 1)], dim=1), k)
+
+    return Ranking(highest_drawn, children, draws.factors(tokens.device))
+
+
+def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
     """One entry a slot: its `width` likeliest tokens, independent of the token before. hidden: [B, K, H]."""
-    ids, best, total = _highest(head, hidden, width, ranking, noise)
-    return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
+    logits = head.marginals(hidden)  # [B, K, V]
+    ids, best, total = ranking.highest(logits, min(width, logits.shape[-1]))
+    return _by_slot(head.to_target(ids.long()), (best - total[..., None]).exp())
 
 
-def chain_table(
-    head: BlockHead,
-    hidden: Tensor,
-    roots: Tensor,
-    shortlist: int,
-    ranking: Ranking = PLAIN,
-    noise: Noise | None = None,
-) -> Table:
+def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, shortlist: int, ranking: Ranking = PLAIN) -> Table:
     """One entry a slot: its likeliest token after that of the slot before. hidden: [B, K, H]. roots: [B].
 
     Made slot by slot: in a table for trees, chains would often end at a token without children. As there, tokens come
     from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
     """
     if not head.config.has_conditionals:
-        return marginal_table(head, hidden, 1, ranking, noise)
-    ids, _, _ = _highest(head, hidden, shortlist, ranking, noise)  # [B, K, S]
+        return marginal_table(head, hidden, 1, ranking)
+    ids, noise = _shortlist(head, hidden, shortlist, ranking)  # [B, K, S]
     chain, probabilities = [roots], []
     for slot in range(hidden.shape[1]):
         first = 0 if head.config.markov == "rnn" else slot  # a recurrent head needs all slots before
         parents, slots = torch.stack(chain[first:], dim=1)[..., None], slice(first, slot + 1)
         logits = head.conditionals(hidden[:, slots], parents, ids[:, slots])[:, -1, 0]  # [B, S]
-        if noise is not None:
-            logits = added(logits, noise.factors, noise.of_slots[:, slot].gather(1, ids[:, slot]))
-        places, best, total = ranking.highest(logits, 1)
-        chain.append(head.to_target(ids[:, slot].gather(1, places.long())[:, 0]))
-        probabilities.append((best[:, 0] - total).exp())
+        if ranking.factors is not None and noise is not None:
+            logits = added(logits, ranking.factors, noise[:, slot])
+        best = logits.float().softmax(dim=-1).max(dim=-1, keepdim=True)
+        chain.append(head.to_target(ids[:, slot].gather(1, best.indices)[:, 0]))
+        probabilities.append(best.values[:, 0])
     return _by_slot(torch.stack(chain[1:], dim=1)[..., None], torch.stack(probabilities, dim=1)[..., None])
 
 
@@ -119,34 +112,31 @@ def conditional_table(
     children: int,
     shortlist: int,
     ranking: Ranking = PLAIN,
-    noise: Noise | None = None,
 ) -> Table:
     """An entry for each of the `width` likeliest tokens of a slot: the likeliest `children` of the next slot.
 
     hidden: [B, K, H]. roots: [B]. Children come from a slot's `shortlist` likeliest tokens by its marginals, over which
     probabilities are normalised: other logits are not computed.
     """
-    ids, _, _ = _highest(head, hidden, shortlist, ranking, noise)
+    ids, noise = _shortlist(head, hidden, shortlist, ranking)
     candidates = head.to_target(ids)  # [B, K, S]
     num_candidates = candidates.shape[-1]
     after_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
     parents = torch.cat([after_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
-    if noise is not None:
-        logits = added(logits, noise.factors, noise.of_slots.gather(2, ids)[:, :, None])
+    if ranking.factors is not None and noise is not None:
+        logits = added(logits, ranking.factors, noise[:, :, None])
     return ranking.children(logits, candidates, min(children, num_candidates))
 
 
-def _highest(
-    head: BlockHead, hidden: Tensor, k: int, ranking: Ranking, noise: Noise | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Top-k marginals of slots with hidden states [B, K, H]: draft ids, logits [B, K, k] and the logsumexp [B, K]."""
-    logits = head.marginals(hidden)  # [B, K, vocab]
-    if noise is not None:
-        logits = added(logits, noise.factors, noise.of_slots)
-    ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
-    shape = hidden.shape[:2]
-    return ids.long().unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)
+def _shortlist(head: BlockHead, hidden: Tensor, size: int, ranking: Ranking) -> tuple[Tensor, Tensor | None]:
+    """Draft ids [B, K, S] of the slots' likeliest tokens by their marginals, and the noise of each if it is known."""
+    logits = head.marginals(hidden)  # [B, K, V]
+    ids, best, _ = ranking.highest(logits, min(size, logits.shape[-1]))
+    ids = ids.long()
+    if ranking.factors is None:
+        return ids, None
+    return ids, added(logits.gather(-1, ids), -ranking.factors, best)
 
 
 def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:

@@ -29,7 +29,6 @@ from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
 from graft.tree.candidates import Level
-from graft.tree.device import noise as noise_kernels
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # with more rows than the first, at most so many beams in all
 
@@ -75,6 +74,7 @@ class Shape(NamedTuple):
     rows: int  # with padding
     beams: int  # of a row
     keep: int | None  # nodes to keep of a level; all if None
+    knows_draws: bool
 
     def count(self, number: int) -> int:
         """Nodes of a row in a level. All levels after the first, 0, are alike."""
@@ -100,10 +100,10 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         if not isinstance(state, CapturedState):
             yield from super().levels(state, roots, keep, draws)
             return
-        shape = self._shape_of(len(state.rows), keep)
+        shape = self._shape_of(len(state.rows), keep, draws is not None)
         for number in range(self.max_passes):
             with self._captures.lock, state.pool.lock:
-                buffers = self._make_pass(state, roots, shape, number)
+                buffers = self._make_pass(state, roots, shape, number, draws)
                 numbers = buffers.levels(shape)[number].to("cpu", copy=True)  # waits for the device
             yield self._level(numbers, len(state.rows), shape.count(number))
 
@@ -123,9 +123,9 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> Eagle3Buffers:
         return Eagle3Buffers(self.fast, self.settings, pool, store, number)
 
-    def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
+    def _shape_of(self, num_rows: int, keep: int | None, knows_draws: bool = False) -> Shape:
         rows = padded(num_rows, ROWS)
-        return Shape(rows, num_beams(rows, self.settings.topk, keep), keep)
+        return Shape(rows, num_beams(rows, self.settings.topk, keep), keep, knows_draws)
 
     # Rounds on the device
 
@@ -138,24 +138,19 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
 
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         num_rows = asked.num_rows
-        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL)
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL, asked.draws is not None)
         by_row = buffers.round.by_row(num_rows)
         by_row.table_rows[:num_rows].copy_(asked.table_rows)
         by_row.lengths[:num_rows].copy_(asked.lengths)
+        if asked.draws is not None:
+            self._load_draws(buffers, *(part[:num_rows] for part in asked.draws))
         levels = buffers.levels(shape)
         for number in range(asked.num_passes):
-            flag = asked.made[number : number + 1]
-            noise: tuple[Tensor, ...] = ()
-            if asked.draws is not None:
-                (seeds, temperatures), d2t = asked.draws, self.head.d2t
-                own = torch.empty(num_rows, len(d2t), dtype=torch.float32, device=d2t.device)
-                noise_kernels.draft_noise(seeds, asked.lengths + 1, temperatures, number + 1, d2t, own, flag)
-                noise = (own, temperatures[:num_rows] / self.sharpness)
-            with gate.under(flag):
+            with gate.under(asked.made[number : number + 1]):
                 if number == 0:
-                    self._run_root(buffers, shape, *noise)
+                    self._run_root(buffers, shape)
                 else:
-                    self._run_expand(buffers, shape, asked.context, *noise)
+                    self._run_expand(buffers, shape, asked.context)
             count = num_rows * shape.count(number)
             tokens, parents, floats = levels[number]
             add_level(number, tokens[:count], parents[:count], floats.view(torch.float32)[:count])
@@ -176,13 +171,13 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     @torch.no_grad()
-    def _run_root(self, buffers: Eagle3Buffers, shape: Shape, *noise: Tensor) -> None:
+    def _run_root(self, buffers: Eagle3Buffers, shape: Shape) -> None:
         table_rows = buffers.round.by_row(shape.rows).table_rows[: shape.rows]
         root = eagle3_kernels.take_roots(buffers.root, table_rows, buffers.hidden, shape.beams)
-        self._spread(buffers, shape, root, True, *noise)
+        self._spread(buffers, shape, root, True)
 
     @torch.no_grad()
-    def _run_expand(self, buffers: Eagle3Buffers, shape: Shape, context: int, *noise: Tensor) -> None:
+    def _run_expand(self, buffers: Eagle3Buffers, shape: Shape, context: int) -> None:
         count, beams = shape.rows * shape.beams, buffers.beams.first(shape.rows, shape.beams)
         by_row = buffers.round.by_row(shape.rows)
         rows, starts, counts = buffers.rows_of[shape.beams]
@@ -200,7 +195,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         )
         hidden = buffers.hidden[:count]
         self._run_head(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout, out=hidden)
-        self._spread(buffers, shape, hidden, False, *noise)
+        self._spread(buffers, shape, hidden, False)
 
     def _run_head(
         self,
@@ -214,10 +209,11 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
         step, keys, values = KernelStep(layout), buffers.keys[0], buffers.values[0]
         return self.fast.run(tokens, hidden, origins, step, keys, values, buffers.rotary, out)
 
-    def _spread(self, buffers: Eagle3Buffers, shape: Shape, outputs: Tensor, is_first: bool, *noise: Tensor) -> None:
-        """noise: see `FastHead.likeliest`."""
-        best = self.fast.likeliest(outputs, shape.beams, *noise)
-        beams = buffers.beams.first(shape.rows, shape.beams)
+    def _spread(self, buffers: Eagle3Buffers, shape: Shape, outputs: Tensor, is_first: bool) -> None:
+        beams, draws = buffers.beams.first(shape.rows, shape.beams), None
+        if shape.knows_draws:
+            draws = buffers.draws(shape.rows, self.head.d2t)._replace(num_passes=None if is_first else beams.num_passes)
+        best = self.fast.likeliest(outputs, shape.beams, draws)
         eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape), shape.keep, is_first)
 
 

@@ -22,8 +22,7 @@ _ONE = torch.ones(1, 1, dtype=torch.bool)
 class Eagle3Drafter(RecurrentDrafter):
     """Drafts with an EAGLE-3 head, eagerly."""
 
-    # A head is less certain than its target. To guess draws, its logits are best multiplied by 1.1 to 1.3.
-    sharpness = 1.2
+    sharpness = 1.2  # from 1.1 to 1.3 are about as good
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
         config = head.config

@@ -17,6 +17,7 @@ from graft.model.kernels.matmul import Products
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.tree.device.noise import DraftDraws
 
 
 class FastHead:
@@ -71,11 +72,8 @@ class FastHead:
             return layer_kernels.add_norm(stream, delta, self._norm, eps, normed=out)[1]
         return layer_kernels.add_norm(stream, delta, self._norm, eps, total=out)[0]
 
-    def likeliest(self, hidden: Tensor, k: int, *noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`.
-
-        noise: of the rows' coming draws, and their temperatures, if they are known.
-        """
+    def likeliest(self, hidden: Tensor, k: int, draws: DraftDraws | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""
         if not self.config.norm_output:
             _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
-        return topk_kernels.highest(self._multiply(hidden, self._lm_head), k, *noise)
+        return topk_kernels.highest(self._multiply(hidden, self._lm_head), k, draws)
