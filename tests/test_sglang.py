@@ -496,6 +496,27 @@ def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypa
     assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
 
 
+def test_a_rank_that_fails_verifies_what_the_others_do(sglang, monkeypatch):
+    """Rank 0 fails in every second round: then all ranks have trees of roots alone, and none waits for another."""
+    group, found = Ranks(), []
+    sglang.group, propose = group, Trees.propose
+
+    def fails(self, *args):
+        self.calls = getattr(self, "calls", 0) + 1
+        if group.is_first and self.calls % 2:
+            raise RuntimeError("planted")
+        return propose(self, *args)
+
+    monkeypatch.setattr(Trees, "propose", fails)
+    for group.is_first in (True, False):
+        requests = requests_of(sglang, length=8)[:2]
+        _, inputs = decode(sglang, requests)
+        found.append([each.draft_token.tolist() for each in inputs])
+        check_texts(requests)
+    assert found[0] == found[1] and not group.sent and sglang.num_own_trees == 0
+    assert any(not any(tokens[1:6]) for tokens in found[0]) and any(any(tokens[1:6]) for tokens in found[0])
+
+
 def test_batches_that_are_too_large_have_sglangs_own_trees(sglang, monkeypatch, caplog):
     monkeypatch.setattr(trees, "MAX_TREE_TOKENS", 11)
     requests = requests_of(sglang)[:2]

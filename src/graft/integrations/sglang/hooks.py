@@ -25,10 +25,10 @@ _FULL_MASK = 0  # of SGLang's layouts of a mask: it covers the texts too
 class Worker(Protocol):
     """The part of `worker.GraftDraftWorker` that hooks use."""
 
-    topk: int
     has_tree: bool  # whether this round's trees are Graft's
+    is_sound: bool  # whether nothing has failed in this round
 
-    def build(self, lengths: Tensor, mask: Tensor | None, most_tokens: int, has_texts: bool, fills: bool) -> Any: ...
+    def build(self, lengths: Tensor, roots: Tensor, mask: Tensor | None, *layout: Any) -> Any: ...
 
     def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]: ...
 
@@ -86,17 +86,15 @@ def _build_tree(
 ) -> Any:
     """`build_tree_kernel_efficient`: the inputs of a verify, ours or SGLang's own, from all levels."""
     now = drafting.get()
-    if position_buf is not None:  # the name of another parameter in later releases
-        more["position_buf"] = position_buf
+    if position_buf is not None:  # only backends for other models have one
+        more["position_buf"], now = position_buf, None
     rest = (lengths, most_tokens, topk, num_steps, num_places, layout, mask)
     if now is None:
         return original(roots, beams, scores, tokens, *rest, **more)
-    if now.worker.has_tree and position_buf is None and int(layout) <= 1:
-        with Attempt("build trees") as attempt:
-            fills = more.get("fill_prefix_mask", True)
-            return tuple(now.worker.build(lengths, mask, most_tokens, int(layout) == _FULL_MASK, fills))
-        assert attempt.failed
-    now.worker.has_tree = False
+    fills = more.get("fill_prefix_mask", True)
+    arrays = now.worker.build(lengths, roots, mask, most_tokens, int(layout) == _FULL_MASK, fills)
+    if arrays is not None:
+        return tuple(arrays)
     beams, last = beams[:, :-topk], beams[:, -topk:]
     if scores.shape[1] < num_places - 1:  # fewer nodes than places: the last one stands in all that are left
         chosen = torch.arange(num_places - 1, device=scores.device).clamp(max=scores.shape[1] - 1)
@@ -119,7 +117,7 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, *a
         return original(verify_input, batch, logits_output, *args, **kwargs)
     logits = logits_output.next_token_logits
     highest: list[tuple[Tensor, Tensor]] = []
-    if worker.has_tree:
+    if worker.has_tree and worker.is_sound:
         with Attempt("learn from a round"):
             highest.append(likeliest_successors(logits))  # before the call, since penalties change the logits in place
     info, chosen = batch.sampling_info, []
@@ -177,7 +175,7 @@ def rank_by_noise() -> None:
 
     def rank(values: Tensor, topk: int, dim: int) -> Any:
         now = drafting.get()
-        if now is None or now.ends is None:
+        if now is None or now.ends is None or not len(values):
             return fast_topk(values, topk, dim)
         with Attempt("rank the head's tokens"):
             found = now.worker.likeliest(values, topk, now.ends, now.depth)

@@ -85,6 +85,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         settings.budget is None or settings.budget < num_places,
         f"{_variable('budget')} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
+    require(getattr(server_args, "pp_size", 1) == 1, "Graft works without pipeline parallelism: leave out --pp-size")
     sizes_for(server_args, settings)
     for name in ("speculative_adaptive", "speculative_use_rejection_sampling"):
         flag = "--" + name.replace("_", "-")

@@ -152,7 +152,7 @@ class Trees:
         self._free = [
             (pinned_zeros((self.round.num_results,), torch.int32, device), _new_event(device)) for _ in range(_RING)
         ]
-        self._log = RoundLog(settings.log)
+        self._coming: deque[tuple[Tensor, Any, int]] = deque()  # results on their way, and their numbers of rows
         self.reset()
 
     def reset(self) -> None:
@@ -160,8 +160,10 @@ class Trees:
         self._held: dict[int, _Held] = {}  # by slot
         self._prompts: deque[np.ndarray] = deque(maxlen=_COMPARED_PROMPTS)
         self._num_past = 0  # tokens of finished texts ever written
-        self._coming: deque[tuple[Tensor, Any, int]] = deque()  # results on their way, and their numbers of rows
+        self._log = RoundLog(self._settings.log)
+        self._drop_results()
         self.round.texts.past_end.zero_()
+        self.round.texts.lengths.zero_()
         assert self.round.tables is not None
         self.round.tables.entries.fill_(-1)
         self._calibration.restore({})
@@ -305,6 +307,30 @@ class Trees:
         shape = RoundShape(num_rows, num_rows * num_places)
         self.round.propose(shape, self._columns, self._by_row, self._server.context, draft, stride=num_places)
 
+    def leave_roots(self, roots: Tensor, num_places: int) -> None:
+        """Make the trees of a round roots alone."""
+        num_rows = len(roots)
+        own = self._columns[:, : num_rows * num_places].view(6, num_rows, num_places)
+        own.zero_()
+        own[4].fill_(num_rows)
+        own[0, :, 0].copy_(roots)
+        own[4, :, 0].copy_(torch.arange(num_rows, device=roots.device))
+        self._by_row[1, :num_rows].fill_(1)
+
+    def warm_up(self, num_rows: int, num_places: int) -> None:
+        """Run all that is outside of SGLang's graphs on padding. What that teaches is to be forgotten."""
+        rows, places = (
+            torch.zeros(n, dtype=torch.int64, device=self._device) for n in (num_rows, num_rows * num_places)
+        )
+        logits = torch.zeros(len(places), self._server.vocab_size, device=self._device)
+        self.load(Rows(rows, rows, rows), num_places)
+        self.leave_roots(rows, num_places)
+        self.arrays(rows, num_places, None, 0, True, True)
+        for truncates in (False, True):
+            self.draw(logits, places, places, rows, truncates)
+        self.finish(num_rows, num_places, places, *likeliest_successors(logits))
+        self._drop_results()
+
     def arrays(
         self, lengths: Tensor, num_places: int, mask: Tensor | None, most_tokens: int, has_texts: bool, fills: bool
     ) -> VerifyArrays:
@@ -368,6 +394,10 @@ class Trees:
             if arrived is not None:
                 arrived.record()
             self._coming.append((here, arrived, num_rows))
+
+    def _drop_results(self) -> None:
+        while self._coming:
+            self._free.append(self._coming.pop()[:2])
 
     def _take_results(self) -> None:
         """Learn from the results that have arrived."""

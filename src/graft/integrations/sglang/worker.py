@@ -7,6 +7,7 @@ before its tree is known: overlapped scheduling works as with SGLang's own trees
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
+from graft.errors import GraftError
 from graft.integrations.sglang import release
 from graft.integrations.sglang.fallback import Attempt, say_once
 from graft.integrations.sglang.hooks import Drafting, drafting, set_to
@@ -39,7 +41,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     trees: Trees
     reads_prompts = True
-    has_tree = False
+    has_tree = False  # whether this round's trees are Graft's
+    is_sound = True  # whether nothing has failed in this round
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -88,7 +91,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         fits = self.trees.fits(self._padded(len(batch.reqs)), num_places)
         if num_places > 1 and not fits:
             say_once(f"batches of more than {MAX_TREE_TOKENS} places have SGLang's own trees")
-        self.has_tree = fits and not attempt.failed
+        # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
+        self.has_tree, self.is_sound = fits, not attempt.failed
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in: of the largest one where ranks pad to each other's batches."""
@@ -106,21 +110,47 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         if tokens is not None and self.trees.fits(len(tokens), num_places):
             with Attempt("propose trees") as attempt:
                 self.trees.propose(Drafted(tokens, scores, beams), num_places)
-            self.has_tree = self.has_tree and not attempt.failed
+            self.is_sound = self.is_sound and not attempt.failed
         return found
 
     def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return self.trees.likeliest(logits, topk, ends, depth)
 
     def build(
-        self, lengths: Tensor, mask: Tensor | None, most_tokens: int, has_texts: bool, fills: bool
-    ) -> VerifyArrays:
-        """The proposed trees, the same on all ranks, as the verify's inputs."""
-        if self._group.world_size > 1:
+        self,
+        lengths: Tensor,
+        roots: Tensor,
+        mask: Tensor | None,
+        most_tokens: int,
+        has_texts: bool,
+        fills: bool,
+    ) -> VerifyArrays | None:
+        """The proposed trees, the same on all ranks, as the verify's inputs. None: the trees are SGLang's own."""
+        num_places, is_alone = self.speculative_num_draft_tokens, self._group.world_size == 1
+        if not self.has_tree or (is_alone and not self.is_sound):
+            self.has_tree = False
+            return None
+        if not is_alone:
+            if not self.is_sound:
+                self.trees.leave_roots(roots, num_places)
             self._group.broadcast(self.trees.step, src=0)
         if mask is not None:  # SGLang does not count tokens then
             most_tokens = len(lengths) * self.target_worker.model_runner.attn_backend.max_context_len
-        return self.trees.arrays(lengths, self.speculative_num_draft_tokens, mask, most_tokens, has_texts, fills)
+        with Attempt("build trees") as attempt:
+            return self.trees.arrays(lengths, num_places, mask, most_tokens, has_texts, fills)
+        assert attempt.failed
+        if not is_alone:
+            raise GraftError("a rank cannot build the trees that the others verify")
+        self.has_tree = False
+        return None
+
+    def warm_up(self, all_rows: Sequence[int], num_places: int) -> None:
+        """Compile what runs outside of SGLang's graphs, for batches of so many requests."""
+        with Attempt("compile its kernels beforehand"):
+            for num_rows in all_rows:
+                if self.trees.fits(num_rows, num_places):
+                    self.trees.warm_up(num_rows, num_places)
+        self.trees.reset()
 
     # Reading
 
@@ -181,7 +211,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def learn(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
         """chosen: [B, D]. successors, logits: [B * D, k] the target's likeliest tokens after every place."""
-        self.trees.finish(*chosen.shape, chosen.flatten(), successors, logits)
+        num_rows, num_places = chosen.shape
+        self.trees.finish(num_rows, num_places, chosen.flatten(), successors, logits)
 
 
 class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
@@ -219,10 +250,11 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
             draft_extend_attn_backend=draft.draft_extend_attn_backend,
             cuda_graph_runner_for_draft_extend=draft.cuda_graph_runner_for_draft_extend,
         )
-        above = 0  # the largest batch of the size before
-        for size in self._sizes:
+        above, captured = 0, release.current().decode_graphs(self.server_args).bs or [1]
+        for size in self._sizes:  # above: the largest batch of the size before
             if size[1:] not in self._states:
                 self._states[size[1:]] = self._make_state(size, above)
+            draft.warm_up(captured_sizes(captured, above, size.max_requests), size.places)
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
