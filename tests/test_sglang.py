@@ -741,7 +741,7 @@ def test_all_ranks_verify_the_tree_of_rank_0(monkeypatch, sglang):
 
 
 def wheel_of(version):
-    """The wheel in the folder that GRAFT_SGLANG_WHEELS names, or where pip downloads it to."""
+    """The wheel in the folder that SGLANG_WHEELS names."""
     folder = Path(os.environ.get("SGLANG_WHEELS", ""))
     found = sorted(folder.glob(f"sglang-{version}-*.whl")) if folder.name else []
     if not found:
