@@ -1,5 +1,8 @@
 """The SGLang plugin's Triton kernels, on a GPU or in Triton's interpreter, against plain PyTorch."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -271,3 +274,41 @@ def test_trees_are_written_where_a_verify_reads_them(has_texts):
             assert children[row][place] == min(below, default=-1) and siblings[row][place] == min(beside, default=-1)
             start += before + num_places
     assert mask[start:].all()
+
+
+# Types of the arguments, by kernel, and its sizes.
+COMPILED = """
+import triton
+from graft.integrations.sglang import kernels
+from graft.tree.device import ranking
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def check(kernel, types, **sizes):
+    given = iter(types.split())
+    kinds = {name: "constexpr" if name in sizes else next(given) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+slots = "*i64 *i64 *i32 *fp32 *fp64"
+for roots in ("*i32", "*i64"):
+    types = f"*i64 *i64 {roots} i32 *i32 *i32 i64 {slots} *i32 *i32 *i32 {slots} i32 i32 i32"
+    check(kernels._load_rows_kernel, types, NUM_BUCKETS=16, BLOCK=64)
+types = "*i64 *fp32 *i64 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32"
+check(kernels._split_levels_kernel, types, TOPK=8, BLOCK=256)
+for has_texts in (True, False):
+    check(kernels._place_kernel, "*i32 *i64 *i64 *u8 i32 i32 i32", HAS_TEXTS=has_texts, BLOCK_B=4, BLOCK_N=64)
+for stride in (0, 4):
+    types = " ".join(["*i32"] * 12 + ["i32"] * 6)
+    check(ranking._lay_out_kernel, types, CAP=15, STRIDE=stride, BLOCK=16, ROWS=32, SIZE=128)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    """Triton's interpreter takes what its compiler refuses: a name that has two types, for instance."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    if "ptxas" in done.stderr or "libtriton" in done.stderr:
+        pytest.skip("this Triton cannot compile for NVIDIA GPUs")
+    assert done.returncode == 0, done.stderr

@@ -400,9 +400,9 @@ def _lay_out_kernel(
         strip = tl.where(first_child < BLOCK, strip, -strip)
         at = columns + start + place
         if STRIDE > 0:
+            is_left = (place > count) & (place < STRIDE)
             for column in tl.static_range(6):
-                is_padding = (place > count) & (place < STRIDE)
-                tl.store(at + column * room, num_rows if column == 4 else 0, mask=is_padding)
+                tl.store(at + column * room, num_rows if column == 4 else 0, mask=is_left)
         tl.store(at, token, mask=inside)
         tl.store(at + room, parent, mask=inside)
         tl.store(at + 2 * room, place, mask=inside)
