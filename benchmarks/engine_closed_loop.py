@@ -54,6 +54,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", help="measure only these of them")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--attention", default="triton", help="SGLang's attention backend")
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--seed", type=int, help="each request draws with this seed plus its number")
     parser.add_argument("--stop-id", type=int, default=2)
@@ -91,7 +93,7 @@ class SGLang:
             max_running_requests=max_requests,
             mem_fraction_static=0.85,
             max_total_tokens=60_000,
-            attention_backend="triton",
+            attention_backend=options.attention,
             sampling_backend="pytorch",
             grammar_backend="none",
             page_size=1,
@@ -130,7 +132,10 @@ class SGLang:
         """SGLang's answer. top_k: how many log-probabilities it returns at every position."""
         options = self._options
         settings = dict(
-            temperature=options.temperature, max_new_tokens=options.max_new_tokens, stop_token_ids=[options.stop_id]
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_new_tokens=options.max_new_tokens,
+            stop_token_ids=[options.stop_id],
         )
         if options.seed is not None:
             settings["sampling_seed"] = options.seed + number
@@ -182,6 +187,7 @@ class VLLM:
         options = self._options
         settings = SamplingParams(
             temperature=options.temperature,
+            top_p=options.top_p,
             max_tokens=options.max_new_tokens,
             stop_token_ids=[options.stop_id],
             seed=None if options.seed is None else options.seed + number,

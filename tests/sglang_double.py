@@ -1,8 +1,8 @@
 """A stand-in for the parts of SGLang 0.5.15 that the plugin touches, on a CPU, over a made-up target and head.
 
 One module plays all of SGLang's (`install`). Its workers take the same course as SGLang's and call the same functions
-by the same names; what the plugin must replace fails here. The target reads each place's context out of the verify's
-own arrays (tokens, positions, mask), so that a wrong one of them gives another text.
+by the same names. The target reads each place's context out of the verify's own arrays (tokens, positions, mask), so
+that a wrong one of them gives another text.
 """
 
 import importlib.util
@@ -16,25 +16,19 @@ from typing import ClassVar
 
 import torch
 
+import graft.integrations.sglang
+from graft.integrations.sglang import fallback, release
+
 __version__ = "0.5.15"
 VOCAB = 40
+CONTEXT = 160
+NUM_SLOTS = 9  # of requests; 0 is padding
 SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
-NAMES = (
-    "sglang",
-    "sglang.srt",
-    "sglang.srt.plugins",
-    "sglang.srt.plugins.hook_registry",
-    "sglang.srt.server_args",
-    "sglang.srt.distributed",
-    "sglang.srt.layers",
-    "sglang.srt.layers.attention.triton_backend",
-    "sglang.srt.layers.dp_attention",
-    "sglang.srt.layers.sampler",
-    "sglang.srt.mem_cache.memory_pool",
-    "sglang.srt.speculative",
-    "sglang.srt.speculative.eagle_utils",
-    "sglang.srt.speculative.eagle_worker_v2",
-)
+NAMES = """sglang sglang.srt sglang.srt.plugins sglang.srt.plugins.hook_registry sglang.srt.server_args sglang.srt.utils
+sglang.srt.utils.common sglang.srt.distributed sglang.srt.layers sglang.srt.layers.attention
+sglang.srt.layers.attention.triton_backend sglang.srt.layers.dp_attention sglang.srt.layers.sampler sglang.srt.mem_cache
+sglang.srt.mem_cache.memory_pool sglang.srt.speculative sglang.srt.speculative.eagle_utils
+sglang.srt.speculative.eagle_worker_v2 sglang.srt.speculative.spec_utils"""
 
 
 def install(monkeypatch):
@@ -44,10 +38,13 @@ def install(monkeypatch):
     spec.loader.exec_module(double)
     double.__path__ = []  # a package
     double.eagle_worker_v2 = double.sampler = double
-    for name in NAMES:
+    for name in NAMES.split():
         monkeypatch.setitem(sys.modules, name, double)
     for name in ("hooks", "worker"):
         monkeypatch.delitem(sys.modules, f"graft.integrations.sglang.{name}", raising=False)
+        monkeypatch.delattr(graft.integrations.sglang, name, raising=False)
+    release.current.cache_clear()
+    fallback._told.clear()
     return double
 
 
@@ -99,7 +96,7 @@ def server_args(**changes):
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4, 8])),
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
-        disable_radix_cache=False,
+        random_seed=7,
     )
     return ServerArgs(**usual | changes)
 
@@ -108,29 +105,12 @@ def server_args(**changes):
 
 
 class Group:
-    """The ranks of a target: this process alone, or those of torch.distributed."""
+    """The ranks of a target: this process alone."""
 
-    rank_in_group, world_size = 0, 1
-
-    def broadcast_object(self, obj, src=0):
-        return obj
+    world_size = 1
 
     def broadcast(self, tensor, src=0):
         raise AssertionError("there is nobody else")
-
-
-class Processes(Group):
-    def __init__(self):
-        self.rank_in_group, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def broadcast_object(self, obj, src=0):
-        sent = [obj]
-        torch.distributed.broadcast_object_list(sent, src=src)
-        return sent[0]
-
-    def broadcast(self, tensor, src=0):
-        torch.distributed.broadcast(tensor, src=src)
-        return tensor
 
 
 group = Group()
@@ -158,9 +138,15 @@ def target_logits(context):
     return logits
 
 
-def head_probabilities(context):
+def head_logits(context, is_read=True):
+    """Those of the target with some noise; of nothing, if the head has not read the context."""
     generator = torch.Generator().manual_seed(len(context))
-    return (target_logits(context) + 0.7 * torch.randn(VOCAB, generator=generator)).softmax(0)
+    noise = torch.randn(VOCAB, generator=generator)
+    return target_logits(context) + 0.7 * noise if is_read else 5 * noise
+
+
+def renorm_draft_probs(next_token_logits, sampling_info, use_rejection_sampling):
+    return next_token_logits.softmax(dim=-1)
 
 
 def fast_topk(values, topk, dim):
@@ -172,9 +158,9 @@ def fast_topk(values, topk, dim):
 
 class EagleDraftWorker:
     def __init__(self, server_args, target_worker):
+        self.server_args, self.target_worker = server_args, target_worker
         self.topk, self.speculative_num_steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        self.target_worker = target_worker
         config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[target_worker.head_name]))
         self.draft_runner = SimpleNamespace(model_config=config, tp_group=None, attn_backend="first extend")
         self.draft_tp_context = lambda group: nullcontext()
@@ -182,13 +168,17 @@ class EagleDraftWorker:
         self.draft_extend_attn_backend = "first extend"
         self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = "first graph"
 
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = req_to_token_pool, token_to_kv_pool_allocator
+        self.hot_token_id = None
+
     def draft(self, batch):
         parents, best, tokens, _ = self.draft_forward(batch)
-        roots = batch.roots
         names = ("custom_mask", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
         mask_buffer = batch.mask_buffer
         lengths_sum = 0 if mask_buffer is not None else int(batch.seq_lens.sum())
         sizes = (self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
+        roots = batch.spec_info.bonus_tokens
         lengths = (batch.seq_lens, lengths_sum)
         arrays = build_tree_kernel_efficient(roots, parents, best, tokens, *lengths, *sizes, 0, mask_buffer, None)
         return SimpleNamespace(
@@ -197,37 +187,50 @@ class EagleDraftWorker:
             draft_token_num=self.speculative_num_draft_tokens,
         )
 
-    def _draft_extend_for_prefill(self, batch, hidden_states, next_token_ids, mm_input_embeds=None):
-        for request, num_before in zip(batch.reqs, batch.prefix_lens or (), strict=True):
-            request.is_read_by_head = num_before == 0 or request.is_read_by_head
-        return EagleDraftInput(next_token_ids, 1, 1, topk_p=torch.ones(len(batch.reqs), self.topk))
-
-    def _draft_extend_for_decode(self, batch, batch_result):
-        pass
-
-    def draft_forward(self, batch):
+    def draft_forward(self, forward_batch):
         """Level by level: every pass expands the K best nodes of the last level, each into K."""
-        topk, by_step = self.topk, []
-        contexts = [[*request.origin_input_ids, *request.ids] for request in batch.reqs]
-        first = [head_probabilities(context).topk(topk) for context in contexts]
-        beams = [[(float(p), [int(t)]) for p, t in zip(*each, strict=True)] for each in first]
-        scores, tokens = torch.stack([each.values for each in first]), torch.stack([each.indices for each in first])
-        by_step.append((scores[:, None], tokens, torch.arange(-1, topk).expand(len(contexts), -1)))
+        topk, requests, spec = self.topk, forward_batch.reqs, forward_batch.spec_info
+        num_rows = len(requests)
+        topk_p, topk_index = spec.topk_p, spec.topk_index
+        contexts = [
+            [[*each.origin_input_ids, *each.ids, int(token)] for token in tokens]
+            for each, tokens in zip(requests, topk_index, strict=True)
+        ]
+        scores, by_step = topk_p, [(topk_p[:, None], topk_index, torch.arange(-1, topk).expand(num_rows, -1))]
         for step in range(1, self.speculative_num_steps):
-            rows = []
-            for row, context in enumerate(contexts):
-                found = [head_probabilities(context + path).topk(topk) for _, path in beams[row]]
-                scores = torch.stack([p * each.values for (p, _), each in zip(beams[row], found, strict=True)])
-                tokens = torch.stack([each.indices for each in found]).flatten()
-                best, chosen = scores.flatten().topk(topk)
-                beams[row] = [
-                    (float(p), beams[row][int(place) // topk][1] + [int(tokens[place])])
-                    for p, place in zip(best, chosen, strict=True)
-                ]
-                rows.append((scores, tokens, chosen + topk * topk * (step - 1) + topk))
-            by_step.append(tuple(torch.stack(column) for column in zip(*rows, strict=True)))
+            logits = [
+                head_logits(context, each.is_read_by_head)
+                for each, own in zip(requests, contexts, strict=True)
+                for context in own
+            ]
+            probs = renorm_draft_probs(torch.stack(logits), forward_batch.sampling_info, False)
+            topk_p, topk_index = fast_topk(probs, topk, dim=-1)
+            expanded = scores[:, :, None] * topk_p.view(num_rows, topk, topk)
+            tokens = topk_index.view(num_rows, topk * topk)
+            scores, chosen = expanded.flatten(1).topk(topk, dim=-1)
+            by_step.append((expanded, tokens, chosen + topk * topk * (step - 1) + topk))
+            contexts = [
+                [[*own[int(place) // topk], int(new[place])] for place in places]
+                for own, new, places in zip(contexts, tokens, chosen, strict=True)
+            ]
         lists = [list(column) for column in zip(*by_step, strict=True)]
         return (*organize_draft_results(*lists, self.speculative_num_draft_tokens), None)
+
+    def _draft_extend_for_prefill(self, batch, target_hidden_states, next_token_ids, mm_input_embeds=None):
+        if not batch.reqs:
+            return EagleDraftInput(next_token_ids, 1, 1)
+        for request, num_before in zip(batch.reqs, batch.prefix_lens or (), strict=True):
+            request.is_read_by_head = num_before == 0 or request.is_read_by_head
+        return EagleDraftInput(next_token_ids, 1, 1, *self._first_level(batch))
+
+    def _draft_extend_for_decode(self, batch, batch_result):
+        made = batch_result.next_draft_input
+        made.topk_p, made.topk_index = self._first_level(batch)
+
+    def _first_level(self, batch):
+        logits = [head_logits([*each.origin_input_ids, *each.ids], each.is_read_by_head) for each in batch.reqs]
+        probs = renorm_draft_probs(torch.stack(logits), batch.sampling_info, False)
+        return fast_topk(probs, self.topk, dim=-1)
 
 
 class SpecRuntimeState(SimpleNamespace):
@@ -235,8 +238,8 @@ class SpecRuntimeState(SimpleNamespace):
 
 
 class EagleDraftInput(SimpleNamespace):
-    def __init__(self, bonus_tokens, num_tokens_per_req, num_tokens_for_logprob_per_req, topk_p=None):
-        super().__init__(bonus_tokens=bonus_tokens, topk_p=topk_p)
+    def __init__(self, bonus_tokens, num_tokens_per_req, num_tokens_for_logprob_per_req, topk_p=None, topk_index=None):
+        super().__init__(bonus_tokens=bonus_tokens, topk_p=topk_p, topk_index=topk_index)
 
 
 class _Switch:
@@ -253,6 +256,8 @@ speculative_moe_backend_context = speculative_moe_a2a_backend_context = nullcont
 class Backend(str):
     """An attention backend, by its name, that has a mask for verifies without trees."""
 
+    max_context_len = CONTEXT
+
     def __new__(cls, name):
         made = super().__new__(cls, name)
         made.mask = torch.ones(2000, dtype=torch.bool)
@@ -262,23 +267,15 @@ class Backend(str):
         return self.mask, None
 
 
-class Cache:
-    """The KV cache and its own allocator; a tensor that has one number for each slot."""
-
-    def get_kvcache(self):
-        return self
-
-    def move_kv_cache(self, tgt_loc, src_loc):
-        self.cache[tgt_loc] = self.cache[src_loc]
-
-
 class EAGLEWorkerV2:
     def __init__(self, server_args, target_worker):
-        self.server_args, self.target_worker = server_args, target_worker
+        self.server_args, self.target_worker, self.topk = server_args, target_worker, server_args.speculative_eagle_topk
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.draft_worker = EagleDraftWorker(server_args, target_worker)
-        self.token_to_kv_pool_allocator = Cache()
+        tables = torch.arange(NUM_SLOTS * CONTEXT, dtype=torch.int32).view(NUM_SLOTS, CONTEXT)  # a KV slot each
+        allocator = SimpleNamespace(size=NUM_SLOTS * CONTEXT, page_size=1)
+        self.draft_worker.alloc_memory_pool(None, SimpleNamespace(req_to_token=tables), allocator)
 
     def clear_cache_pool(self):
         pass
@@ -306,9 +303,9 @@ class EAGLEWorkerV2:
 
     def forward_batch_generation(self, batch, on_publish=None):
         if batch.forward_mode.is_extend():
-            tokens = torch.tensor([request.ids[-1] for request in batch.reqs])
             for request, num_before in zip(batch.reqs, batch.prefix_lens or (), strict=True):
                 request.is_read_by_head = request.is_read_by_head and num_before > 0
+            tokens = torch.tensor([request.ids[-1] for request in batch.reqs])
             found = self.draft_worker._draft_extend_for_prefill(batch, None, tokens, None)
             return SimpleNamespace(next_draft_input=found)
         self.activate_step_by_batch(len(batch.reqs))
@@ -316,34 +313,35 @@ class EAGLEWorkerV2:
             verify_input = self._build_trivial_verify_input(batch)
         else:
             verify_input = self.draft_worker.draft(batch)
-        prepared, _ = eagle_prepare_for_verify(verify_input, None, batch, self.target_worker)
-        logits = read_trees(verify_input, batch, *prepared)
-        output = SimpleNamespace(next_token_logits=logits)
+        num_rows, num_places = len(batch.reqs), self.speculative_num_draft_tokens
+        batch.out_cache_loc = _kv_slots(batch.req_pool_indices, batch.seq_lens, num_places)
+        output = SimpleNamespace(next_token_logits=read_trees(verify_input, batch))
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
-        assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
-        size = (len(batch.reqs), self.speculative_num_draft_tokens)
-        batch.out_cache_loc = torch.randperm(size[0] * size[1])
-        cache = self.token_to_kv_pool_allocator.cache = batch.out_cache_loc.argsort()  # every slot holds its place
-        output.hidden_states = torch.arange(size[0] * size[1])[:, None].float()
-        predict = self._finalize_accept_tree_path(batch, accepted, lengths, predict, output, size[0])
-        kept, features = cache[batch.out_cache_loc].view(size), output.hidden_states.view(size)
-        for row, (request, length, path) in enumerate(
-            zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True)
-        ):
-            request.ids.extend(predict.view(size)[row, :length].tolist())
-            assert kept[row, :length].tolist() == features[row, :length].tolist() == path[:length]
-        output.next_draft_input = EagleDraftInput(None, 1, 1)
+        assert accepted.shape == (num_rows, self.speculative_num_steps + 1)
+        predict = self._finalize_accept_tree_path(batch, accepted, lengths, predict, output, num_rows)
+        for row, (request, length) in enumerate(zip(batch.reqs, lengths.tolist(), strict=True)):
+            request.ids.extend(predict.view(num_rows, num_places)[row, :length].tolist())
+        output.new_seq_lens, output.next_draft_input = batch.seq_lens + lengths, EagleDraftInput(None, 1, 1)
         if self.speculative_num_steps == 0 and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
             for request in batch.reqs:
                 request.is_read_by_head = False
             self._stub_skipped_draft_extend(batch, output)
         else:
             self.draft_worker._draft_extend_for_decode(batch, output)
-        return verify_input
+        output.verify_input = verify_input
+        return output
+
+    def _finalize_accept_tree_path(self, batch, accept_index, accept_lens, predict, logits_output, bs):
+        assert len(predict) > bs, "one place of each request is not moved"
+        out = predict.clone().view(bs, -1)
+        for row, (path, length) in enumerate(zip(accept_index.tolist(), accept_lens.tolist(), strict=True)):
+            out[row, :length] = predict[path[:length]]
+        return out.flatten()
 
     def _stub_skipped_draft_extend(self, batch, batch_output):
-        for name in ("topk_p", "topk_index", "hidden_states"):
-            setattr(batch_output.next_draft_input, name, torch.zeros(len(batch.reqs), 1))
+        made, size = batch_output.next_draft_input, (len(batch.reqs), self.topk)
+        made.topk_p, made.topk_index = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+        made.hidden_states = torch.zeros(size)
 
     def _build_trivial_verify_input(self, batch):
         num_rows, nothing = len(batch.reqs), torch.full((len(batch.reqs), 1), -1)
@@ -359,15 +357,10 @@ class EAGLEWorkerV2:
         )
 
 
-def eagle_prepare_for_verify(verify_input, req_to_token_pool, batch, target_worker):
-    """What the forward pass reads, later; and whether it is captured."""
-    return (verify_input.draft_token, verify_input.positions), target_worker.is_captured
-
-
-def read_trees(verify_input, batch, tokens, positions):
+def read_trees(verify_input, batch):
     """The target's logits after every place, which sees what the mask shows it at the positions given."""
     width, start, logits = verify_input.draft_token_num, 0, []
-    tokens, positions = tokens.view(-1, width), positions.view(-1, width)
+    tokens, positions = verify_input.draft_token.view(-1, width), verify_input.positions.view(-1, width)
     for row, request in enumerate(batch.reqs):
         cached = [*request.origin_input_ids, *request.ids[:-1]]
         length = len(cached)
@@ -386,11 +379,47 @@ def read_trees(verify_input, batch, tokens, positions):
 
 
 def organize_draft_results(score_list, token_list, parents_list, num_draft_token):
-    raise AssertionError("the tree is SGLang's own")
+    scores, tokens = torch.cat([level.flatten(1) for level in score_list], dim=1), torch.cat(token_list, dim=1)
+    chosen = scores.topk(num_draft_token - 1, dim=-1).indices.sort().values
+    return torch.cat(parents_list[:-1], dim=1), chosen, tokens.gather(1, chosen)
 
 
-def build_tree_kernel_efficient(*args):
-    raise AssertionError("the tree is SGLang's own")
+def build_tree_kernel_efficient(
+    bonus_tokens,
+    parent_list,
+    top_scores_index,
+    draft_tokens,
+    seq_lens,
+    seq_lens_sum,
+    topk,
+    spec_steps,
+    num_verify_tokens,
+    tree_mask_mode=0,
+    tree_mask_buf=None,
+    position_buf=None,
+):
+    """SGLang's own tree, one row after the other."""
+    global num_own_trees
+    num_own_trees += 1
+    num_rows, masks, positions = len(seq_lens), [], []
+    index = torch.arange(num_rows * num_verify_tokens).view(num_rows, -1)
+    links = torch.full((2, num_rows, num_verify_tokens), -1)
+    for row, length in enumerate(seq_lens.tolist()):
+        flat, above = top_scores_index[row].tolist(), [-1]
+        for number in flat:
+            above.append(0 if number < topk else 1 + flat.index(int(parent_list[row, number // topk])))
+        for place in range(num_verify_tokens - 1, 0, -1):
+            links[1, row, place], links[0, row, above[place]] = links[0, row, above[place]].clone(), place
+        seen = torch.eye(num_verify_tokens, dtype=torch.bool)
+        for place in range(1, num_verify_tokens):
+            seen[place] |= seen[above[place]]
+        masks.append(torch.cat([torch.ones(num_verify_tokens, length, dtype=torch.bool), seen], dim=1).flatten())
+        positions.append(length + seen.sum(dim=1) - 1)
+    tokens = torch.cat([bonus_tokens[:, None].long(), draft_tokens], dim=1).flatten()
+    return torch.cat(masks), torch.cat(positions), index, *links, tokens
+
+
+num_own_trees = 0
 
 
 def eagle_sample(verify_input, batch, logits_output, vocab_mask=None):
@@ -423,6 +452,7 @@ def verify_tree_greedy_func(
     retrieve_next_token,
     retrieve_next_sibling,
     target_predict,
+    topk=-1,
 ):
     """The walk of SGLang's kernel, one row after the other."""
     for row, (index, children, siblings) in enumerate(
@@ -461,12 +491,14 @@ def own_noise(seed, position):
     return -(-uniform.log()).log()
 
 
-def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions):
-    assert not need_min_p
+def top_k_top_p_min_p_sampling_from_probs_torch(
+    probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
+):
+    assert not need_min_p_sampling
     ordered, tokens = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     ordered[(torch.arange(VOCAB) >= top_ks[:, None]) | (before > top_ps[:, None])] = 0.0
-    places = sampling_from_probs_torch(ordered, seeds, positions).long()
+    places = sampling_from_probs_torch(ordered, sampling_seed, positions).long()
     return tokens.gather(1, places[:, None]).flatten().int()
 
 
@@ -486,7 +518,7 @@ class TritonAttnBackend:
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         return "SGLang's own"
 
-    def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None):
+    def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None, cuda_graph_num_kv_splits_buf=None):
         if self._has_mask:
             self.cuda_graph_custom_mask = torch.zeros(max_num_tokens * self.max_context_len, dtype=torch.uint8)
 
@@ -496,12 +528,13 @@ class TritonAttnBackend:
 
 class Request:
     def __init__(self, rid, prompt, **params):
-        usual = dict(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, sampling_seed=None, logit_bias=None, length=60)
-        self.rid, self.origin_input_ids = rid, array("q", prompt)
+        usual = dict(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, sampling_seed=None, logit_bias=None, length=40)
+        self.rid, self.origin_input_ids, self.req_pool_idx = rid, array("q", prompt), None
         self.sampling_params = SimpleNamespace(**usual | params)
         self.ids = [prompt[0]]  # all that the model has given; the first token is the prefill's
         self.output_ids = array("q")  # what the scheduler knows of it
         self.is_read_by_head = True
+        self.drafts = (torch.zeros(3), torch.zeros(3, dtype=torch.int64))  # the first level of the next tree
 
     def process(self, num_known):
         """The scheduler takes in results until it knows so many tokens."""
@@ -511,7 +544,11 @@ class Request:
         return len(self.output_ids) >= self.sampling_params.length
 
 
-def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=False, prefix_lens=None):
+def _kv_slots(rows, lengths, count):
+    return (CONTEXT * rows[:, None] + lengths[:, None] + torch.arange(count)).flatten()
+
+
+def batch_of(requests, mask_buffer=None, is_deterministic=False, prefix_lens=None):
     """prefix_lens: of a batch of prompts, how much of each was read before."""
     params = [request.sampling_params for request in requests]
     columns = {name: torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p")}
@@ -529,16 +566,22 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
         sampling_seed=torch.tensor([p.sampling_seed or 42 for p in params]) if is_deterministic else None,
         logit_bias=bias if any(p.logit_bias for p in params) else None,
     )
-    lengths = [len(request.origin_input_ids) + len(request.ids) - 1 for request in requests]
+    lengths = torch.tensor([len(each.origin_input_ids) + len(each.ids) - 1 for each in requests], dtype=torch.int64)
+    rows = torch.tensor([each.req_pool_idx or 0 for each in requests], dtype=torch.int64)
+    drafts = [torch.stack(column) for column in zip(*(each.drafts for each in requests), strict=True)]
+    read = [
+        range(CONTEXT * int(row) + first, CONTEXT * int(row) + int(end))
+        for row, first, end in zip(rows, prefix_lens or [], lengths, strict=False)
+    ]
     return SimpleNamespace(
         reqs=requests,
-        seq_lens=torch.tensor(lengths),
-        seq_lens_cpu=None if is_overlapped else torch.tensor(lengths),
-        roots=torch.tensor([request.ids[-1] for request in requests], dtype=torch.int32),
+        seq_lens=lengths,
+        req_pool_indices=rows,
+        out_cache_loc=torch.tensor([slot for part in read for slot in part], dtype=torch.int64),
         sampling_info=info,
-        spec_info=SimpleNamespace(bonus_tokens=torch.tensor([request.ids[-1] for request in requests])),
+        spec_info=EagleDraftInput(torch.tensor([request.ids[-1] for request in requests]), 1, 1, *drafts),
         mask_buffer=mask_buffer,
-        forward_mode=SimpleNamespace(is_idle=lambda: False, is_extend=lambda: prefix_lens is not None),
+        forward_mode=SimpleNamespace(is_idle=lambda: not requests, is_extend=lambda: prefix_lens is not None),
         is_extend_in_batch=False,
         prefix_lens=prefix_lens,
     )
@@ -547,4 +590,4 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
 def target_worker(head_name="LlamaForCausalLMEagle3"):
     runner = SimpleNamespace(attn_backend=Backend("first"), decode_cuda_graph_runner="first")
     config = SimpleNamespace(vocab_size=VOCAB)
-    return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner, is_captured=False)
+    return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner)

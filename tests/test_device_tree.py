@@ -315,6 +315,14 @@ def check_step(device, ranked, expected):
     assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()
     padding = [[rows if column == 4 else 0] * (SIZE - count) for column in range(6)]
     assert columns[:, count:SIZE].tolist() == padding and by_row[:, rows].tolist() == [0] * 4
+    wide, spread = MOST_NODES + 2, torch.full((6, 128), 77, dtype=torch.int32, device=DEVICE)
+    starts = torch.zeros_like(by_row)
+    where = (texts.lengths, device.table_rows, spread, starts, torch.zeros(2, 128, dtype=torch.int32, device=DEVICE))
+    ranking.lay_out(device.pool, device.shape, ranked, *where, rows * wide, stride=wide)
+    for row, (start, size) in enumerate(by_row[:2, :rows].T.tolist()):
+        own, rest = spread[:, row * wide : (row + 1) * wide].split([size, wide - size], dim=1)
+        assert own.equal(columns[:, start : start + size]) and starts[:2, row].tolist() == [row * wide, size]
+        assert rest.tolist() == [[rows if column == 4 else 0] * (wide - size) for column in range(6)]
 
 
 def check_outcome(device, candidates, emitted):

@@ -1,152 +1,63 @@
-"""The SGLang plugin without SGLang or a GPU: its pure parts against slow ones, whole rounds over a stand-in."""
+"""The SGLang plugin without SGLang or a GPU: whole rounds over a stand-in, settings, and SGLang's released wheels."""
 
+import ast
 import json
 import os
-from array import array
-from types import SimpleNamespace
+import time
+import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import plain_kernels
 import sglang_double
 from graft.errors import GraftError
-from graft.integrations.sglang import plugin
-from graft.integrations.sglang.rounds import Rounds, Texts
+from graft.integrations.sglang import kernels, plugin, release, trees
+from graft.integrations.sglang.kernels import Drafted, Rows
 from graft.integrations.sglang.settings import (
     SGLangSettings,
     captured_sizes,
     check_head,
     check_server,
-    check_version,
     from_environment,
     sizes_for,
     tree_sizes,
 )
-from graft.integrations.sglang.trees import (
-    Drafted,
-    Sampling,
-    levels_of,
-    target_tokens,
-    verify_arrays,
-)
+from graft.integrations.sglang.trees import Server, Trees, draw_in_torch
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.spec_decode.acceptance import paths
-from graft.spec_decode.grafter import Grafter, Text
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
-from graft.tree.tree import DRAFTED, TreeLinks
-from tree_strategies import path_of, trees
+from graft.tree.device.round import DeviceRound
+from quick_round import QuickRound
 
 VOCAB = sglang_double.VOCAB
+PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
+SERVER = Server(
+    num_slots=5, context=200, num_kv_slots=1000, vocab_size=VOCAB, topk=3, num_steps=2, most_rows=4, random_seed=0,
+    knows_noise=True,
+)  # fmt: skip
 
 
-# Trees
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch):
+    monkeypatch.setattr(trees, "_PAST_TOKENS", 1024)
+    monkeypatch.setattr(trees, "_TABLE_ROWS", 1024)
 
 
-def drafted_by(topk, num_steps, num_rows, seed):
-    """Drafts of SGLang's loop in its flat ids; by row also the nodes by path: {path: (score, q)}."""
-    rng = torch.Generator().manual_seed(seed)
-    tokens, scores, beams, nodes = [], [], [], []
-    for _ in range(num_rows):
-        known = {}
-        own_tokens, own_scores, own_beams = [], [], [-1, *range(topk)]
-        p = torch.rand(topk, generator=rng).sort(descending=True).values
-        t = torch.randperm(1000, generator=rng)[:topk].tolist()
-        frontier = []
-        for score, token in zip(p.tolist(), t, strict=True):
-            own_tokens.append(token)
-            own_scores.append(score)
-            known[(token,)] = (score, score)
-            frontier.append((score, (token,)))
-        for _ in range(1, num_steps):
-            first, level = len(own_tokens), []
-            for score, path in frontier:
-                q = torch.rand(topk, generator=rng).tolist()
-                for own, token in zip(q, torch.randperm(1000, generator=rng)[:topk].tolist(), strict=True):
-                    own_tokens.append(token)
-                    own_scores.append(score * own)
-                    known[(*path, token)] = (score * own, own)
-                    level.append((score * own, (*path, token)))
-            order = sorted(range(len(level)), key=lambda place: -level[place][0])[:topk]
-            own_beams += [first + place for place in order]
-            frontier = [level[place] for place in order]
-        tokens.append(own_tokens)
-        scores.append(own_scores)
-        beams.append(own_beams)
-        nodes.append(known)
-    return Drafted(torch.tensor(tokens), torch.tensor(scores), torch.tensor(beams)), nodes
+def made(settings=None, **changes):
+    shape = Server(**vars(SERVER) | changes)
+    return Trees(shape, settings or SGLangSettings(), None, torch.device("cpu"))
 
 
-@given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 3), st.integers(0, 999))
-@settings(max_examples=40, deadline=None)
-def test_levels_are_the_best_nodes_of_sglangs_loop_with_their_own_parents(topk, num_steps, num_rows, seed):
-    drafted, nodes = drafted_by(topk, num_steps, num_rows, seed)
-    levels = levels_of(drafted, topk)
-    assert len(levels) == num_steps
-    for row in range(num_rows):
-        found = [()]  # by number in the drafted tree, the path
-        for depth, level in enumerate(levels, start=1):
-            own = []
-            for token, parent, q, score in zip(*(c[row].tolist() for c in vars(level).values()), strict=True):
-                path = (*found[parent], token)
-                assert len(path) == depth
-                assert (score, q) == pytest.approx(nodes[row][path], rel=1e-5)
-                own.append(path)
-            best = sorted((p for p in nodes[row] if len(p) == depth), key=lambda p: -nodes[row][p][0])
-            assert own == best[: max(KEPT_OF_A_LEVEL, topk)], "the likeliest first"
-            found += own
-
-
-def test_nodes_below_one_that_is_left_out_are_padding():
-    topk = 6
-    drafted, _ = drafted_by(topk, 3, 1, 0)
-    scores = drafted.scores.clone()
-    scores[:, topk : topk + topk * topk] = 0.25  # all equal: SGLang may have expanded any of them
-    beams = drafted.beams.clone()
-    beams[0, 1 + topk] = topk + topk * topk - 1  # the last, which is left out
-    levels = levels_of(Drafted(drafted.tokens, scores, beams), topk)
-    flat = topk + topk * topk + torch.arange(topk)  # its children
-    is_child = torch.isin(levels[2].tokens, drafted.tokens[0, flat])
-    assert is_child.any() and (levels[2].probabilities[is_child] == 0).all()
-    assert (levels[2].probabilities[~is_child] > 0).any()
-
-
-@given(trees(), st.integers(0, 3), st.data())
-@settings(max_examples=60, deadline=None)
-def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree, more, data):
-    width = tree.width + more
-    num_rows = len(tree.tokens)
-    lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
-    wide = tree.links(TreeLinks.empty(num_rows, width))
-    size = width * (sum(lengths) + num_rows * width)
-    room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
-    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
-    arrays = verify_arrays(wide, torch.tensor(lengths, dtype=torch.int32), sum(lengths), buffer)
-    tokens = arrays.draft_token.view(num_rows, width)[:, : tree.width]
-    assert tokens.equal(tree.tokens.where(tree.valid, 0))
-    fits = room is not None and room >= size
-    assert arrays.custom_mask is buffer if fits else len(arrays.custom_mask) == size
-    start = 0
-    for row, length in enumerate(lengths):
-        for place in range(width):
-            is_node = place < tree.width and bool(tree.valid[row, place])
-            path = path_of(tree.parents[row].tolist(), place) if is_node else [place]
-            seen = arrays.custom_mask[start : start + length + width].bool()
-            assert seen.nonzero().flatten().tolist() == [*range(length), *(length + node for node in sorted(path))]
-            assert arrays.positions[row * width + place] == length + len(path) - 1
-            start += length + width
-    chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(width)] for _ in range(num_rows)])
-    predicts, counts = torch.zeros(num_rows * width, dtype=torch.int32), torch.empty(num_rows, dtype=torch.int32)
-    accept_index = torch.full((num_rows, width), -1, dtype=torch.int32)
-    sglang_double.verify_tree_greedy_func(
-        predicts, accept_index, counts, arrays.draft_token.view(num_rows, width), *arrays[2:5], chosen
-    )
-    expected = paths(tree, chosen[:, : tree.width])
-    for row in range(num_rows):
-        nodes = (accept_index[row, : int(counts[row]) + 1] - row * width).tolist()
-        assert nodes == [0, *expected.nodes[row]]
-        assert predicts[accept_index[row, : len(nodes)]].tolist() == expected.tokens[row]
+def request(slot, prompt, output=(), **params):
+    one = sglang_double.Request(f"request {slot}", list(prompt), **params)
+    one.req_pool_idx = slot
+    one.ids = list(output) or one.ids
+    one.output_ids.extend(output)
+    return one
 
 
 # The target's tokens
@@ -159,149 +70,170 @@ def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits)
     usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
     wanted = [SamplingSettings(temperature=0.8, seed=11, **usual), SamplingSettings(temperature=0.0)]
     logits = torch.randn(2, 4, VOCAB, generator=rng) * 2
-    sampling = Sampling(
-        torch.tensor([11, 5]),
-        torch.tensor([0.8, 1.0]),
-        torch.tensor([usual["top_k"] or 1 << 30, 1]),
-        torch.tensor([usual["top_p"], 1.0]),
-        torch.tensor([usual["min_p"], 0.0]),
-        bool(limits),
-    )
+    given = usual | {"top_k": usual["top_k"] or 1 << 30}
+    requests = [request(3, contexts[0], temperature=0.8, sampling_seed=11, **given), request(1, contexts[1])]
     depths = torch.tensor([0, 1, 1, 2])
-    positions = torch.tensor([len(context) - 1 for context in contexts])[:, None] + depths
-    best = logits.argmax(-1).flatten()
-    found = target_tokens(logits.flatten(0, 1), best, positions.flatten(), sampling).view(2, 4)
+    positions = (torch.tensor([len(context) - 1 for context in contexts])[:, None] + depths).flatten()
+    flat, best, now = logits.flatten(0, 1), logits.argmax(-1).flatten(), made()
+    now.see(requests)
+    found = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits)).view(2, 4)
     for place, depth in enumerate(depths.tolist()):
         sampler = Sampler(wanted, [[*context, *[0] * depth] for context in contexts], [], VOCAB, torch.device("cpu"))
         assert found[:, place].tolist() == sampler.choose(logits[:, place], [True, True]).tolist()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    columns = [torch.tensor([getattr(each.sampling_params, name) for each in requests]) for name in names]
+    seeds = [now.seed_of(each) for each in requests]
+    assert draw_in_torch(flat, best, positions, seeds, columns).equal(found.flatten()), "what stands in for the kernels"
 
 
-def test_noise_made_in_parts_is_the_same(monkeypatch):
-    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(1))
-    columns = (torch.full((3,), 0.7), torch.full((3,), 1 << 30), torch.ones(3), torch.zeros(3))
-    sampling, positions = Sampling(torch.tensor([1, 2, 3]), *columns, False), torch.arange(12)
+def test_the_heads_tokens_are_ranked_with_the_noise_of_the_draws_to_come():
+    """Given the target's own logits, the head's first token is the one that will be drawn."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(2, VOCAB)
+    now, ends = made(), torch.tensor([9, 6])
+    requests = [request(2, range(9), top_k=1 << 30, temperature=0.7), request(4, range(6))]
+    now.see(requests)
+    rows = torch.tensor([2, 4])
+    now.load(Rows(rows, ends - 1, torch.tensor([1, 2])), 4)
+    _, tokens = now.likeliest(logits / 1.2, 3, ends, depth=3)  # a head's logits are sharpened
     best = logits.argmax(-1)
-    whole = target_tokens(logits, best, positions, sampling)
-    monkeypatch.setattr("graft.integrations.sglang.trees._NOISE_AT_ONCE", 5 * VOCAB)
-    assert target_tokens(logits, best, positions, sampling).equal(whole)
-    assert not whole.equal(best)
+    assert tokens[:, 0].equal(now.draw(logits, best, ends + 1, rows, False)) and tokens[0, 0] != best[0]
 
 
-# Texts of requests
+def test_a_request_without_a_seed_has_one_of_its_own_and_keeps_it():
+    now, others = made(), made()
+    first, second = request(1, PROMPT), request(1, PROMPT)
+    seeds = [now.seed_of(each) for each in (first, second, first)]
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert others.seed_of(request(1, PROMPT)) == seeds[0], "the same on all ranks"
+    assert now.seed_of(request(1, PROMPT, sampling_seed=5)) == 5
 
 
-def request(rid, prompt, output, seed=None, done=False):
-    params = SimpleNamespace(sampling_seed=seed)
-    ids = {"origin_input_ids": array("q", prompt), "output_ids": array("q", output)}
-    return SimpleNamespace(rid=rid, **ids, sampling_params=params, is_done=done, finished=lambda: done)
+# Texts
 
 
-def ended(one):
-    one.finished = lambda: True
+def text_of(now, slot):
+    length = int(now.round.texts.lengths[slot])
+    return now.round.texts.own[slot, :length].tolist()
 
 
-def texts_of(texts, *requests):
-    """The texts of requests whose own ids are complete."""
-    roots = [(request.output_ids or request.origin_input_ids)[-1] for request in requests]
-    return texts.of(requests, roots, [len(each.origin_input_ids) + len(each.output_ids) for each in requests])
+def past_of(now):
+    """The finished texts that are searched."""
+    written, dropped = now.round.texts.past_end.tolist()
+    ring = now.round.texts.past.tolist()
+    joined = [ring[at % len(ring)] for at in range(dropped, written)]
+    texts = [[]]
+    for token in joined:
+        texts.append([]) if token < 0 else texts[-1].append(token)
+    return [text for text in texts if text]
 
 
-def test_texts_grow_with_their_requests_and_finish_when_these_have_left():
-    finished = []
-    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
-    a, b = request("a", [1, 2], [3], seed=7), request("b", [4], [5])
-    first, second = texts_of(texts, a, b)
-    assert (first.ids, second.ids, first.num_prompt_tokens) == ([1, 2, 3], [4, 5], 2)
-    assert texts.seeds([a, b])[0] == 7
-    drawn = texts.seeds([b])
-    a.output_ids.extend([8, 9])
-    assert texts_of(texts, a)[0] is first and first.ids == [1, 2, 3, 8, 9]
-    assert not finished, "b has not ended: it waits for memory"
-    b.output_ids.extend([6])
-    assert texts_of(texts, b)[0] is second and second.ids == [4, 5, 6] and texts.seeds([b]) == drawn
-    a.output_ids.extend([10])
-    ended(a)
-    texts_of(texts, b)
-    assert finished == [[1, 2, 3, 8, 9, 10]] and len(texts) == 1
+def load(now, requests, roots, num_places=4):
+    now.see(requests)
+    lengths = [len(each.origin_input_ids) + len(each.ids) - 1 for each in requests]
+    slots = torch.tensor([each.req_pool_idx for each in requests])
+    now.load(Rows(slots, torch.tensor(lengths), torch.tensor(roots)), num_places)
 
 
-def test_texts_are_complete_where_the_requests_own_ids_lag_behind():
-    texts = Texts(100, 8, lambda text: None)
-    one = request("a", [1, 2], [])
-    (text,) = texts.of([one], [3], [3])  # the prefill's token is the root
-    assert text.ids == [1, 2, 3]
-    text.ids += [4, 5]  # a tree was verified
-    one.output_ids.append(3)
-    assert texts.of([one], [5], [5]) == [text] and text.ids == [1, 2, 3, 4, 5]
-    one.output_ids.extend([4, 5, 6, 7])  # rounds without a tree: all but the last token is known
-    assert texts.of([one], [8], [8]) == [text] and text.ids == [1, 2, 3, 4, 5, 6, 7, 8]
-    text.ids += [9]
-    assert texts.of([one], [9], [9]) == [text] and text.ids[-2:] == [8, 9]
-    one.output_ids.append(8)  # the last verify was dropped: another token in its place
-    assert texts.of([one], [7], [9])[0].ids == [1, 2, 3, 4, 5, 6, 7, 8, 7]
+def test_texts_end_in_the_token_to_be_decoded_next_also_after_rounds_without_trees():
+    now, one = made(), request(2, PROMPT)
+    one.ids = [7]
+    load(now, [one], [7])
+    assert text_of(now, 2) == [*PROMPT, 7]
+    one.ids = [7, 1]
+    load(now, [one], [1], num_places=1)  # the scheduler knows nothing of it yet
+    assert text_of(now, 2) == [*PROMPT, 7, 1]
+    one.ids, one.output_ids = [7, 1, 5, 6], one.output_ids[:0]  # a round failed: its tokens are not known here
+    load(now, [one], [6])
+    assert text_of(now, 2) == [*PROMPT, 7, 1, -1, 6]
 
 
-def test_a_round_behind_the_end_of_a_text_is_forgotten():
-    finished = []
-    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
-    one = request("a", [1, 2], [3])
-    (text,) = texts_of(texts, one)
-    text.ids += [4, 5, 6]
-    one.output_ids.append(4)
-    ended(one)
-    texts_of(texts, request("b", [9], [9]))
-    assert finished == [[1, 2, 3, 4]]
+def test_a_slot_that_another_request_takes_has_its_text_and_settings():
+    now = made()
+    load(now, [request(2, PROMPT, temperature=0.4, top_k=9)], [7])
+    assert now.round.inputs["temperatures"][0] == pytest.approx(0.4) and now.round.inputs["kinds"][0] == 1
+    load(now, [request(2, [1, 2, 1 << 40], [9])], [3])
+    assert text_of(now, 2)[:2] == [1, 2] and text_of(now, 2)[2] == -1, "an image is not a token"
+    assert now.round.inputs["temperatures"][0] == 0 and now.round.inputs["kinds"][0] == 0
+    assert now.round.inputs["caps"].tolist() == [3, -1, -1, -1, -1], "the others are padding"
 
 
-@pytest.mark.parametrize("change", ["none", "a row more", "other texts", "another root", "other places"])
-def test_a_round_begun_while_the_head_drafts_is_used_where_it_is_still_right(change, monkeypatch):
-    trees, num_begun, begin = [], [], Grafter.begin
-    monkeypatch.setattr(Grafter, "begin", lambda *args, **more: num_begun.append(1) or begin(*args, **more))
-    for is_begun in (False, True):
-        rounds = Rounds(1000, 3, 2, 12, SGLangSettings())
-        batch = [request("a", [1, 2, 3, 4, 1, 2], [3]), request("b", [7, 8, 7, 8], [7])]
-        texts_of(rounds.texts, *batch)
-        if is_begun:
-            rounds.begin(batch, 12)
-        num_begun.clear()
-        roots, num_places = [3, 7], 12
-        if change == "a row more":
-            batch, roots = [*batch, request("c", [5, 6, 5], [6])], [3, 7, 6]
-        elif change == "other texts":
-            batch, roots = batch[::-1], [7, 3]
-        elif change == "another root":
-            batch[0].output_ids[-1] = roots[0] = 4
-        elif change == "other places":
-            num_places = 9
-        lengths = [len(each.origin_input_ids) + 1 for each in batch]
-        drafted, _ = drafted_by(3, 2, len(batch), seed=0)
-        trees.append(rounds.propose(batch, torch.tensor(roots), lengths, drafted, num_places).tree)
-    assert trees[0].tokens.equal(trees[1].tokens) and trees[0].parents.equal(trees[1].parents)
-    assert (trees[0].sources > 1).any(), "something was copied"
-    assert len(num_begun) == (0 if change == "none" else 1)
+def test_finished_texts_are_kept_and_what_prompts_have_in_common_only_once(monkeypatch):
+    now, system = made(), [*range(30), *range(30)]
+    for number in range(3):
+        load(now, [request(1, [*system, 35, number], [5, 6], length=2)], [6])
+    load(now, [request(1, [1], [1])], [1])
+    first, *others = past_of(now)
+    assert first == [*system, 35, 0, 5, 6]
+    context = [*system, 35][-trees.MAX_MATCH :]  # so much of the common part that matches are found
+    assert others == [[*context, number, 5, 6] for number in (1, 2)]
+    monkeypatch.setattr(trees, "_MOST_OF_A_TEXT", 4)
+    load(now, [request(2, [9] * 50, [1, 2], length=2)], [2])
+    load(now, [request(2, [1], [1])], [1])
+    assert past_of(now)[-1] == [9, 9, 1, 2]
 
 
-def test_a_request_that_began_anew_and_one_with_a_known_id_get_new_texts():
-    finished = []
-    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
-    a = request("a", [1, 2], [3, 4])
-    (first,) = texts_of(texts, a)
-    seeds = texts.seeds([a])
-    a.output_ids = array("q")
-    (again,) = texts_of(texts, a)
-    assert again is not first and again.ids == [1, 2] and texts.seeds([a]) == seeds and not finished
-    (other,) = texts_of(texts, request("a", [9, 9], [1]))
-    assert other.ids == [9, 9, 1] and finished == [[1, 2]]
+def test_finished_texts_take_a_bounded_number_of_tokens():
+    now = made(context=150)
+    for number in range(20):
+        load(now, [request(1, [number] * 100, [1], length=1)], [1])
+    texts = past_of(now)
+    assert sum(map(len, texts)) <= 1024 and texts[-1][0] == 18
 
 
-def test_kept_texts_are_bounded_and_hold_tokens_only():
-    finished = []
-    texts = Texts(100, 3, finished.append)
-    for number in range(10):
-        texts_of(texts, request(str(number), [number, 1 << 40], [1]))
-    assert len(texts) == 3 and [text.ids for text in finished] == [[number, 0, 1] for number in range(7)]
-    many = [request(f"m{number}", [1], [2]) for number in range(6)]
-    assert len(texts_of(texts, *many)) == 6 and len(texts) == 6
+def test_isolated_requests_leave_nothing_to_others():
+    now = made(SGLangSettings(isolated=True))
+    salts = []
+    for _ in range(2):
+        load(now, [request(1, PROMPT, [1], length=1)], [1])
+        salts.append(int(now.round.inputs["salts"][0]))
+    assert not past_of(now) and len(set(salts)) == 2 and 0 not in salts
+
+
+def test_a_long_prompt_holds_a_round_up_for_a_few_milliseconds_at_most():
+    now = made(context=140_000)
+    prompt = request(1, [1])
+    prompt.origin_input_ids = sglang_double.array("q", np.random.default_rng(0).integers(0, VOCAB, 128_000).tolist())
+    now.see([request(2, PROMPT)])  # what is done once
+    started = time.perf_counter()
+    now.see([prompt])
+    assert time.perf_counter() - started < 0.05, "an index of it took 59 ms"
+    assert now.round.texts.own[1, :128_000].equal(torch.tensor(prompt.origin_input_ids, dtype=torch.int32))
+
+
+class NoReading(TorchFunctionMode):
+    """Refuses what would make the host wait for the device."""
+
+    REFUSED = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert getattr(function, "__name__", "") not in self.REFUSED, function
+        assert function is not torch.Tensor.to or "cpu" not in map(str, args[1:])
+        return function(*args, **kwargs or {})
+
+
+def test_a_round_reads_nothing_back_from_the_device(monkeypatch):
+    """The kernels themselves cannot, so they are left out."""
+    for name in ("load_rows", "split_levels", "place_trees"):
+        monkeypatch.setattr(kernels, name, lambda *args: None)
+    monkeypatch.setattr(trees.draw_kernels, "draw", lambda *args, **more: None)
+    now, rows = made(), torch.tensor([2, 3])
+    monkeypatch.setattr(now.round, "propose", lambda *args, **more: None)
+    monkeypatch.setattr(now.round, "finish", lambda *args, **more: None)
+    requests = [request(2, PROMPT), request(3, PROMPT, top_k=9)]
+    drafted = Drafted(torch.zeros(2, 12).long(), torch.zeros(2, 12), torch.zeros(2, 7).long())
+    lengths, places = torch.tensor([8, 8]), torch.zeros(8).long()
+    with NoReading():
+        for _ in range(3):
+            now.see(requests)
+            now.load(Rows(rows, lengths, rows), 4)
+            now.propose(drafted, 4)
+            now.arrays(lengths, 4, None, 16, True, True)
+            now.draw(torch.zeros(8, VOCAB), places, places, rows, True)
+            now.finish(2, 4, places, places[:, None], torch.zeros(8, 1))
+            requests = [request(2, PROMPT, [1], length=1), requests[1]]  # one ends and another takes its place
+        now.lose_head(rows, lengths)
+        now.find_head(rows, lengths, [3, 0], torch.zeros(5, 9).int())
 
 
 # Settings
@@ -381,11 +313,31 @@ def test_another_version_ends_the_process_with_one_line(monkeypatch):
     double.__version__ = "0.6.0"
     plugin.register()  # not switched on
     monkeypatch.setenv("GRAFT_SGLANG", "1")
-    with pytest.raises(SystemExit, match=r"^error: the SGLang plugin is made for SGLang 0\.5\.15, not 0\.6\.0"):
+    with pytest.raises(SystemExit, match=r"^error: the plugin knows SGLang 0\.5\.15, .*0\.5\.23, not 0\.6\.0"):
         plugin.register()
     assert not double.HookRegistry.hooks
-    with pytest.raises(GraftError):
-        check_version("0.5.14")
+
+
+@pytest.mark.parametrize("change", ["another parameter", "a missing function", "a missing name", "any failure"])
+def test_an_sglang_that_differs_is_left_untouched(monkeypatch, change):
+    double = sglang_double.install(monkeypatch)
+    monkeypatch.setenv("GRAFT_SGLANG", "1")
+    if change == "another parameter":
+        double.eagle_sample = lambda verify_input, batch: None
+        message = r"eagle_sample takes \(verify_input, batch\), not \(verify_input, batch, logits_output, vocab_mask\)"
+    elif change == "a missing function":
+        del double.EagleDraftWorker.draft_forward
+        message = "SGLang has no .*EagleDraftWorker.draft_forward: unset GRAFT_SGLANG"
+    elif change == "a missing name":
+        del double.SpecRuntimeState
+        message = "has no SpecRuntimeState: unset GRAFT_SGLANG"
+    else:
+        monkeypatch.setattr(release, "check_signatures", lambda now: 1 / 0)
+        message = r"cannot be loaded \(ZeroDivisionError: division by zero\)"
+    before = dict(vars(double))
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        plugin.register()
+    assert not double.HookRegistry.hooks and vars(double) == before
 
 
 # Whole rounds
@@ -398,38 +350,54 @@ def sglang(monkeypatch):
     monkeypatch.setenv("GRAFT_SGLANG", "1")
     monkeypatch.setenv(sglang_double.SKIP, "")  # so that what the worker sets is taken back
     monkeypatch.delenv(sglang_double.SKIP)
+    use_quick_parts(monkeypatch)
     plugin.register()
     double.HookRegistry.apply_hooks()
     return double
 
 
-PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
+def use_quick_parts(monkeypatch):
+    """In Triton's interpreter the kernels take seconds a round."""
+    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
+    monkeypatch.setattr(trees.topk_kernels, "highest", plain_kernels.highest)
+    monkeypatch.setattr(trees.draw_kernels, "draw", plain_kernels.draw)
 
 
 def decode(
-    double, requests, rounds_each_joins=3, mask_buffer=None, is_deterministic=False, is_overlapped=False, **flags
+    double, requests, rounds_each_joins=2, mask_buffer=None, is_deterministic=False, is_overlapped=False, **flags
 ):
     """Decodes requests that join one after the other and leave when they have ended; how many rounds it took.
 
     is_overlapped: the scheduler takes in a round's results while the next one runs.
     """
-    worker = double.EAGLEWorkerV2(double.server_args(**flags), double.target_worker())
+    usual = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 6}
+    worker = double.EAGLEWorkerV2(double.server_args(**usual | flags), double.target_worker())
     worker.init_cuda_graphs()
-    waiting, running, inputs = list(requests), [], []
+    waiting, running, inputs, slots = list(requests), [], [], list(range(1, sglang_double.NUM_SLOTS))
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:
             running.append(waiting.pop(0))
-            worker.forward_batch_generation(double.batch_of(running[-1:], prefix_lens=[0]))
+            running[-1].req_pool_idx = slots.pop(0)
+            run(worker, double.batch_of(running[-1:], prefix_lens=[0]))
         before = [len(each.ids) for each in running]
         if not is_overlapped:
             for each in running:
                 each.process(len(each.ids))
-        batch = double.batch_of(running, mask_buffer, is_deterministic, is_overlapped)
-        inputs.append(worker.forward_batch_generation(batch))
+        inputs.append(run(worker, double.batch_of(running, mask_buffer, is_deterministic)).verify_input)
         for each, num_before in zip(running, before, strict=True):
             each.process(num_before if is_overlapped else len(each.ids))
+            if each.finished():
+                slots.insert(0, each.req_pool_idx)
         running = [each for each in running if not each.finished()]
     return worker, inputs
+
+
+def run(worker, batch):
+    result = worker.forward_batch_generation(batch)
+    made = result.next_draft_input
+    for each, *drafts in zip(batch.reqs, made.topk_p, made.topk_index, strict=True):
+        each.drafts = drafts
+    return result
 
 
 def plain(request):
@@ -450,147 +418,187 @@ def plain(request):
     return ids[len(request.origin_input_ids) :]
 
 
-def requests_of(double):
-    sampled = {"top_k": 1 << 30, "temperature": 0.7}
+def requests_of(double, length=20):
+    sampled = {"top_k": 1 << 30, "temperature": 0.7, "length": length}
     return [
-        double.Request("greedy", PROMPT),
+        double.Request("greedy", PROMPT, length=length),
         double.Request("sampled", PROMPT[::-1], **sampled, sampling_seed=5),
-        double.Request("biased", [*PROMPT, 1], logit_bias={7: 3.0}),
+        double.Request("biased", [*PROMPT, 1], logit_bias={7: 3.0}, length=length),
         double.Request("nucleus", [*PROMPT, 2, 6], **sampled | {"top_p": 0.8, "top_k": 12}, sampling_seed=9),
-        double.Request("late", PROMPT),
     ]
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-@pytest.mark.parametrize("room", [None, 5 * 12 * 100, 5 * 12 * 20])  # the last: too little for most rounds
-def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room, is_overlapped, caplog):
-    requests = requests_of(sglang)
-    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
-    worker, inputs = decode(sglang, requests, mask_buffer=buffer, is_overlapped=is_overlapped)
-    assert not caplog.records, "every text is known whole"
+def check_texts(requests):
     for each in requests:
         length = each.sampling_params.length
         assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
-    assert len(inputs) < 60, "tokens of one request alone"
-    assert all(len(each.draft_token) % 12 == 0 for each in inputs)
-    rounds = worker.draft_worker._rounds
-    assert len(rounds.texts) <= 1, "those that left are finished"
-    past = rounds.grafter.state()["past/lengths"]
-    assert len(past) >= len(requests) - 1
 
 
-def test_paths_deeper_than_the_head_drafts_are_accepted(sglang):
-    requests = [sglang.Request("a", PROMPT * 2, length=150), sglang.Request("b", PROMPT * 2, length=150)]
-    _, inputs = decode(sglang, requests, rounds_each_joins=40, speculative_num_steps=1)
-    depths = [int((each.positions.view(-1, 12) - each.positions.view(-1, 12)[:, :1]).max()) for each in inputs]
-    assert max(depths) > 3
-    assert all(each.output_ids[:150].tolist() == plain(each)[:150] for each in requests)
-    assert len(inputs) < 150
+@pytest.mark.parametrize(("room", "is_overlapped"), [(None, True), (4 * 6 * 200, False), (4 * 6 * 20, True)])
+def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room, is_overlapped, caplog):
+    requests = requests_of(sglang)
+    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None  # the last is too small for any round
+    worker, inputs = decode(sglang, requests, mask_buffer=buffer, is_overlapped=is_overlapped)
+    assert not caplog.records and sglang.num_own_trees == 0
+    check_texts(requests)
+    assert len(inputs) < 22, "little more than the tokens of one request alone"
+    assert all(len(each.draft_token) % 6 == 0 for each in inputs)
+    assert len(past_of(worker.draft_worker.trees)) >= len(requests) - 2
+
+
+def test_the_kernels_of_whole_rounds_give_the_plain_text(sglang, monkeypatch):
+    monkeypatch.setattr(trees, "DeviceRound", DeviceRound)
+    requests = [sglang.Request("a", PROMPT * 2, length=7, temperature=0.7, top_k=1 << 30, sampling_seed=5)]
+    worker, inputs = decode(sglang, requests, speculative_num_draft_tokens=4)
+    check_texts(requests)
+    assert len(inputs) < 6 and sglang.num_own_trees == 0
+    assert (worker.draft_worker.trees.round.tables.entries >= 0).any(), "successors were learned"
+
+
+def test_what_fails_costs_a_rounds_tree_and_is_logged_once(sglang, monkeypatch, caplog):
+    counts = {"calls": 0, "failures": 0}
+
+    def failing(name, function):
+        def called(*args, **more):
+            counts["calls"] += 1
+            if counts["calls"] % 7 == 0:
+                counts["failures"] += 1
+                raise RuntimeError(f"planted in {name}")
+            return function(*args, **more)
+
+        return called
+
+    for name in ("see", "load", "propose", "arrays", "likeliest", "draw", "finish"):
+        monkeypatch.setattr(Trees, name, failing(name, getattr(Trees, name)))
+    requests = requests_of(sglang)
+    decode(sglang, requests, is_overlapped=True)
+    check_texts(requests)
+    assert counts["failures"] > 10 and sglang.num_own_trees > 0
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == len(set(messages)) and all("SGLang goes on without it" in each for each in messages)
+    assert any("planted" in str(record.exc_info[1]) for record in caplog.records)
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypatch, is_overlapped):
-    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:12,2:5,3:1")
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4,3:1")
     requests = requests_of(sglang)
-    requests[-1].sampling_params.length = 120
-    flags = {"max_running_requests": 8, "speculative_num_steps": 4}
-    worker, inputs = decode(sglang, requests, rounds_each_joins=4, is_overlapped=is_overlapped, **flags)
-    assert worker.built == [(5, 3, [2]), (1, 1, [4, 8])]
+    requests[-1].sampling_params.length = 40
+    flags = {"max_running_requests": 8, "speculative_num_steps": 3}
+    worker, inputs = decode(sglang, requests, is_overlapped=is_overlapped, **flags)
+    assert worker.built == [(4, 2, [2]), (1, 1, [4, 8])]
     sizes = [each.draft_token_num for each in inputs]
-    assert {1, 5, 12} == set(sizes) and sizes[0] == 12 and sizes[-1] == 12, "few at the beginning and at the end"
+    assert {1, 4, 6} == set(sizes) and sizes[0] == 6 and sizes[-1] == 6, "few at the beginning and at the end"
     for each, num_places in zip(inputs, sizes, strict=True):
-        num_requests = len(each.draft_token) // num_places
-        assert num_places == {1: 12, 2: 5}.get(num_requests, 1)
-    for each in requests:
-        length = each.sampling_params.length
-        assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
+        assert num_places == {1: 6, 2: 4}.get(len(each.draft_token) // num_places, 1)
+    check_texts(requests)
     used = worker.draft_worker.draft_runner, worker.target_worker.model_runner
     assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
 
 
-@pytest.mark.parametrize("has_prefix_cache", [False, True])
-def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch, has_prefix_cache):
-    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:12,3:1")
-    drafted = {}  # by request: of every tree, whether it was read by the head, and whether it has drafted nodes
-    propose = Rounds.propose
+def test_a_rank_that_fails_verifies_what_the_others_do(sglang, monkeypatch):
+    """Rank 0 fails in every second round: then all ranks have trees of roots alone, and none waits for another."""
+    group, found = Ranks(), []
+    sglang.group, propose = group, Trees.propose
 
-    def recorded(self, requests, *args):
-        proposal = propose(self, requests, *args)
-        for request, sources in zip(requests, proposal.tree.sources, strict=True):
-            drafted.setdefault(request.rid, []).append((request.is_read_by_head, bool((sources == DRAFTED).any())))
-        return proposal
+    def fails(self, *args):
+        self.calls = getattr(self, "calls", 0) + 1
+        if group.is_first and self.calls % 2:
+            raise RuntimeError("planted")
+        return propose(self, *args)
 
-    monkeypatch.setattr(Rounds, "propose", recorded)
-    requests = [sglang.Request(name, PROMPT[: 8 - number], length=60) for number, name in enumerate("abc")]
-    requests[2].sampling_params.length = 20
-    flags = {"max_running_requests": 8, "disable_radix_cache": not has_prefix_cache}
-    decode(sglang, requests, rounds_each_joins=2, **flags)
-    expected = {True} if has_prefix_cache else {True, False}  # before and after three ran together
-    assert {was_read for was_read, _ in drafted["a"]} == expected
-    assert all(was_read == is_drafted for each in drafted.values() for was_read, is_drafted in each)
-    assert all(each.output_ids[: each.sampling_params.length].tolist() == plain(each) for each in requests)
+    monkeypatch.setattr(Trees, "propose", fails)
+    for group.is_first in (True, False):
+        requests = requests_of(sglang, length=8)[:2]
+        _, inputs = decode(sglang, requests)
+        found.append([each.draft_token.tolist() for each in inputs])
+        check_texts(requests)
+    assert found[0] == found[1] and not group.sent and sglang.num_own_trees == 0
+    assert any(not any(tokens[1:6]) for tokens in found[0]) and any(any(tokens[1:6]) for tokens in found[0])
 
 
-def test_a_request_that_lost_the_head_and_is_read_again_is_drafted_for(sglang):
-    worker = sglang.EAGLEWorkerV2(sglang.server_args(disable_radix_cache=True), sglang.target_worker())
-    texts, requests = worker.draft_worker._rounds.texts, [sglang.Request("a", PROMPT), sglang.Request("b", PROMPT)]
-    texts.lose_head(requests)
-
-    def read(request, num_before=0):
-        worker.forward_batch_generation(sglang.batch_of([request], prefix_lens=[num_before]))
-        return texts.have_heads(requests)
-
-    assert read(requests[1], num_before=4) == [False, False], "it has not read the beginning"
-    assert read(requests[1]) == [False, True]
-    assert read(sglang.Request("a", PROMPT)) == [False, True], "another request with its id"
+def test_batches_that_are_too_large_have_sglangs_own_trees(sglang, monkeypatch, caplog):
+    monkeypatch.setattr(trees, "MAX_TREE_TOKENS", 11)
+    requests = requests_of(sglang)[:2]
+    decode(sglang, requests, rounds_each_joins=3)
+    check_texts(requests)
+    assert sglang.num_own_trees > 0
+    assert [record.message for record in caplog.records] == [
+        "Graft: batches of more than 512 places have SGLang's own trees"
+    ]
 
 
-@pytest.mark.parametrize("has_prefix_cache", [False, True])
-def test_the_head_reads_no_prompts_that_come_to_rounds_without_trees(sglang, monkeypatch, has_prefix_cache):
-    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:12,3:1")
-    args = sglang.server_args(max_running_requests=8, disable_radix_cache=not has_prefix_cache)
+def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:6,3:1")
+    drafted = {}  # by request: of every tree, whether it was read by the head, and whether the head drafted for it
+    split = kernels.split_levels
+
+    def recorded(*args):
+        split(*args)
+        num_rows, levels = len(args[0].tokens), args[4]
+        for row, each in enumerate(now[:num_rows]):
+            own = levels[2][: num_rows * 3].view(num_rows, 3)[row]
+            drafted.setdefault(each.rid, set()).add((each.is_read_by_head, bool(own.any())))
+
+    now = []
+    see = Trees.see
+    monkeypatch.setattr(
+        Trees, "see", lambda self, requests: (now.__setitem__(slice(None), requests), see(self, requests))
+    )
+    monkeypatch.setattr(kernels, "split_levels", recorded)
+    requests = [sglang.Request(name, PROMPT[: 8 - number], length=40) for number, name in enumerate("abc")]
+    requests[2].sampling_params.length = 10
+    decode(sglang, requests, max_running_requests=8)
+    assert drafted["a"] == {(True, True), (False, False)}, "before and after three ran together"
+    check_texts(requests)
+
+
+def test_a_prompt_behind_text_that_the_head_has_not_read_is_drafted_for_by_retrieval_alone(sglang):
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker())
+    draft, one = worker.draft_worker, request(1, PROMPT)
+    run(worker, sglang.batch_of([one], prefix_lens=[0]))
+    assert draft.trees._has_head[1] == 1
+    tables = draft.req_to_token_pool.req_to_token
+    draft.trees.lose_head(torch.tensor([1]), tables[1, 8:16])  # its answer was written without the head
+    assert draft.trees._has_head[1] == 0
+    tables[2, :16] = tables[1, :16]  # a request that continues the same text finds it in the prefix cache
+    run(worker, sglang.batch_of([request(2, PROMPT * 3)], prefix_lens=[16]))
+    run(worker, sglang.batch_of([request(3, PROMPT * 3)], prefix_lens=[0]))
+    assert draft.trees._has_head[2:4].tolist() == [0, 1]
+
+
+def test_the_head_reads_no_prompts_that_come_to_rounds_without_trees(sglang, monkeypatch):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:6,3:1")
+    args = sglang.server_args(max_running_requests=8)
     worker = sglang.EAGLEWorkerV2(args, sglang.target_worker())
     worker.init_cuda_graphs()
-    a, b, c, d = (sglang.Request(name, PROMPT) for name in "abcd")
+    a, b, c, d = (request(slot, PROMPT) for slot in range(1, 5))
+    for each, rid in zip((a, b, c, d), "abcd", strict=True):
+        each.rid = rid
 
-    def reads(*requests, num_before=0):
-        prompts = sglang.batch_of(requests, prefix_lens=[num_before] * len(requests))
-        found = worker.forward_batch_generation(prompts).next_draft_input
-        assert found.topk_p is not None and found.bonus_tokens.tolist() == [each.ids[-1] for each in requests]
-        has_read = bool(found.topk_p.any())
-        assert {each.is_read_by_head for each in requests} == {has_read}
-        return has_read
+    def reads(one, num_before=0):
+        found = run(worker, sglang.batch_of([one], prefix_lens=[num_before])).next_draft_input
+        assert found.bonus_tokens.tolist() == [one.ids[-1]]
+        assert one.is_read_by_head == bool(found.topk_p.any())
+        return one.is_read_by_head
 
     assert reads(a)
     assert reads(a, num_before=4), "the same request's prompt, of which this is a later part"
-    worker.forward_batch_generation(sglang.batch_of([a]))
+    run(worker, sglang.batch_of([a]))
     assert reads(b)
-    assert reads(c) == has_prefix_cache, "a third, before any round of three"
-    worker.forward_batch_generation(sglang.batch_of([a]))
+    assert not reads(c), "a third, before any round of three"
+    run(worker, sglang.batch_of([a]))
     assert reads(d), "only one is left"
-    worker.forward_batch_generation(sglang.batch_of([a, d]))
+    run(worker, sglang.batch_of([a, d]))
     a.output_ids.extend(range(60))
-    assert reads(sglang.Request("e", PROMPT)), "one has ended since the last round"
-    worker.forward_batch_generation(sglang.batch_of([d]))
-    for number in range(4):  # requests that want no token never come to a round
-        assert reads(sglang.Request(f"empty {number}", PROMPT, length=0))
+    assert reads(request(5, PROMPT)), "one has ended since the last round"
 
 
 def test_a_rank_without_requests_reads_nothing_while_others_read_prompts(sglang):
-    worker = sglang.EAGLEWorkerV2(sglang.server_args(disable_radix_cache=True), sglang.target_worker())
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker())
     idle = sglang.batch_of([], prefix_lens=[])
     idle.prefix_lens = None
     worker.forward_batch_generation(idle)
-
-
-def test_a_graph_never_reads_a_mask_that_is_too_small(sglang):
-    """It reads the memory that it was captured with: the trees could not be put elsewhere."""
-    target = sglang.target_worker()
-    target.is_captured = True
-    worker = sglang.EAGLEWorkerV2(sglang.server_args(), target)
-    batch = sglang.batch_of([sglang.Request("a", PROMPT)], torch.zeros(12 * 12, dtype=torch.uint8))
-    with pytest.raises(GraftError, match="room for 144 tokens"):
-        worker.forward_batch_generation(batch)
 
 
 def test_the_mask_of_graphs_has_room_for_the_places_behind_the_longest_texts(sglang):
@@ -602,48 +610,27 @@ def test_the_mask_of_graphs_has_room_for_the_places_behind_the_longest_texts(sgl
 
 
 def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):
-    monkeypatch.setenv("GRAFT_SGLANG_LOG", "5")
+    monkeypatch.setenv("GRAFT_SGLANG_LOG", "2")
     caplog.set_level("INFO")
-    _, inputs = decode(sglang, [sglang.Request("a", PROMPT)])
+    _, inputs = decode(sglang, [sglang.Request("a", PROMPT, length=14)])
     lines = [record.message for record in caplog.records if "Graft:" in record.message]
-    assert len(lines) == len(inputs) // 5 >= 1 and lines[0].startswith("Graft: 5 rounds of 1.0 requests, ")
-
-
-def test_texts_that_are_not_known_whole_give_the_plain_text_and_a_warning(sglang, monkeypatch, caplog):
-    from graft.integrations.sglang import rounds
-
-    whole = rounds.Texts.of
-
-    def late(*args):
-        return [Text(text.ids[:-2], text.num_prompt_tokens) for text in whole(*args)]
-
-    monkeypatch.setattr(rounds.Texts, "of", late)
-    one = sglang.Request("a", PROMPT)
-    decode(sglang, [one])
-    assert one.output_ids[:60].tolist() == plain(one)[:60]
-    assert [record.message for record in caplog.records] == [
-        "requests do not end with the token to be decoded next: Graft retrieves badly"
-    ]
-
-
-def test_a_request_without_a_seed_gets_one_of_its_own(sglang):
-    texts = []
-    for _ in range(2):
-        one = sglang.Request("same id", PROMPT, top_k=1 << 30, temperature=1.5)
-        decode(sglang, [one])
-        texts.append(one.output_ids.tolist())
-    assert texts[0] != texts[1]
+    assert 1 <= len(lines) <= len(inputs) // 2
+    assert lines[0].startswith("Graft: 2 rounds with trees of 1.0 requests, ")
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.7}])
-def test_in_deterministic_mode_the_text_is_the_one_that_sglang_draws_without_speculation(sglang, monkeypatch, limits):
+def test_in_deterministic_mode_the_text_is_the_one_that_sglang_draws_without_speculation(
+    sglang, monkeypatch, caplog, limits
+):
     from graft.integrations.sglang import worker
 
     monkeypatch.setattr(worker, "_DRAWN_AT_ONCE", 5)  # less than a tree: parts cut through it
-    drawn = {"top_k": 1 << 30, "temperature": 0.8} | limits
+    drawn = {"top_k": 1 << 30, "temperature": 0.8, "length": 20} | limits
     requests = [sglang.Request(str(seed), PROMPT * 2 + [seed], **drawn, sampling_seed=seed) for seed in (3, 4)]
-    _, inputs = decode(sglang, requests, is_deterministic=True)
-    assert len(inputs) < 60
+    _, inputs = decode(sglang, requests, is_deterministic=True, enable_deterministic_inference=True)
+    assert len(inputs) < 25
+    told = ["Graft: in the deterministic mode sampled tokens are drawn by SGLang's own code, which is slower"]
+    assert [record.message for record in caplog.records] == told
     for each in requests:
         params = each.sampling_params
         ids = [*each.origin_input_ids, each.origin_input_ids[0]]
@@ -659,27 +646,30 @@ def test_in_deterministic_mode_the_text_is_the_one_that_sglang_draws_without_spe
         assert each.output_ids[: params.length].tolist() == ids[len(each.origin_input_ids) :]
     with_our_noise = [sglang.Request(str(seed), PROMPT * 2 + [seed], **drawn, sampling_seed=seed) for seed in (3, 4)]
     decode(sglang, with_our_noise)
-    assert [each.output_ids[:60] for each in with_our_noise] != [each.output_ids[:60] for each in requests]
+    assert [each.output_ids[:20] for each in with_our_noise] != [each.output_ids[:20] for each in requests]
 
 
 def test_flushing_the_cache_forgets_what_was_learned(sglang):
     worker, _ = decode(sglang, requests_of(sglang)[:2])
-    rounds = worker.draft_worker._rounds
-    assert rounds.grafter.state()["past/lengths"].numel() or len(rounds.texts)
+    now = worker.draft_worker.trees
+    now.round.tables.entries[3] = 5
+    assert past_of(now)
     worker.clear_cache_pool()
-    assert not rounds.grafter.state()["past/lengths"].numel() and not len(rounds.texts)
+    assert not past_of(now) and (now.round.tables.entries == -1).all()
 
 
 def test_sglang_itself_goes_on_where_no_worker_of_ours_calls(sglang):
-    with pytest.raises(AssertionError, match="SGLang's own"):
-        sglang.organize_draft_results([], [], [], 3)
-    with pytest.raises(AssertionError, match="SGLang's own"):
-        sglang.build_tree_kernel_efficient(*[torch.zeros(1)] * 4, torch.ones(1), 1, 2, 3, 4)
+    tokens, scores = torch.arange(3)[None], torch.tensor([[0.5, 0.3, 0.2]])
+    found = sglang.organize_draft_results([scores], [tokens], [torch.tensor([[-1]]), torch.zeros(1, 3)], 3)
+    assert found[1].tolist() == [[0, 1]]
+    sglang.build_tree_kernel_efficient(torch.tensor([4]), *found, torch.tensor([2]), 2, 3, 1, 3)
+    assert sglang.num_own_trees == 1
+    assert sglang.fast_topk(scores, 1, dim=-1).indices.tolist() == [[0]]
 
 
-def test_flags_are_checked_by_the_launcher_and_the_head_once_it_is_loaded(sglang):
+def test_wrong_flags_end_the_launcher_with_one_line_and_a_wrong_head_once_it_is_loaded(sglang):
     sglang.server_args().check_server_args()
-    with pytest.raises(GraftError, match="--speculative-adaptive"):
+    with pytest.raises(SystemExit, match=r"^error: Graft replaces what --speculative-adaptive does"):
         sglang.server_args(speculative_adaptive=True).check_server_args()
     with pytest.raises(GraftError, match="LlamaForCausalLMEagle3"):
         sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker("LlamaForCausalLM"))
@@ -712,37 +702,80 @@ def test_sizes_of_trees_follow_the_flags_or_the_variable():
 # Ranks
 
 
-def serve_rank(rank, folder):
-    """One of two ranks, whose head drafts other tokens than the other's: both must verify the same tree."""
-    os.environ["GRAFT_SGLANG"] = "1"
-    torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        double = sglang_double.install(patch)
-        double.group = double.Processes()
-        plugin.register()
-        double.HookRegistry.apply_hooks()
-        honest = double.head_probabilities
-        if rank:
-            double.head_probabilities = lambda context: honest(context).flip(0)
-        requests = requests_of(double)
-        worker, inputs = decode(double, requests)
+class Ranks:
+    """Two ranks, one after the other: the second gets what the first has sent."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.sent, self.is_first = [], True
+
+    def broadcast(self, tensor, src):
+        assert src == 0
+        if self.is_first:
+            self.sent.append(tensor.clone())
+        else:
+            tensor.copy_(self.sent.pop(0))
+        return tensor
+
+
+def test_all_ranks_verify_the_tree_of_rank_0(monkeypatch, sglang):
+    """Though the head of the other rank drafts other tokens."""
+    group, found, texts, honest = Ranks(), [], [], sglang.head_logits
+    sglang.group = group
+    for group.is_first in (True, False):
+        if not group.is_first:
+            sglang.head_logits = lambda *context: honest(*context).flip(0)
+        requests = requests_of(sglang, length=12)[:2]
+        _, inputs = decode(sglang, requests)
         names = ("draft_token", "positions", "custom_mask", "retrieve_next_token", "retrieve_next_sibling")
-        trees = [[getattr(each, name) for name in names] for each in inputs]
-        torch.save(
-            (trees, [each.output_ids.tolist() for each in requests], worker.draft_worker.decides), f"{folder}/{rank}.pt"
-        )
-    torch.distributed.destroy_process_group()
-
-
-def test_all_ranks_verify_the_tree_of_rank_0(tmp_path):
-    torch.multiprocessing.spawn(serve_rank, (str(tmp_path),), nprocs=2)
-    (trees, texts, decides), (others, their_texts, they_decide) = (
-        torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)
-    )
-    assert decides and not they_decide
-    assert len(trees) == len(others) > 10 and texts == their_texts
-    for own, their in zip(trees, others, strict=True):
+        found.append([[getattr(each, name) for name in names] for each in inputs])
+        check_texts(requests)
+        texts.append([each.output_ids.tolist() for each in requests])
+    assert texts[0] == texts[1] and not group.sent and len(found[0]) == len(found[1]) > 4
+    for own, their in zip(*found, strict=True):
         assert all(a.equal(b) for a, b in zip(own, their, strict=True))
-    for each, text in zip(requests_of(sglang_double), texts, strict=True):
-        length = each.sampling_params.length
-        assert text[:length] == plain(each)[:length]
+
+
+# SGLang's released wheels
+
+
+def wheel_of(version):
+    """The wheel in the folder that SGLANG_WHEELS names."""
+    folder = Path(os.environ.get("SGLANG_WHEELS", ""))
+    found = sorted(folder.glob(f"sglang-{version}-*.whl")) if folder.name else []
+    if not found:
+        pytest.skip(
+            f"no wheel of SGLang {version}: `pip download --no-deps sglang=={version}`, and SGLANG_WHEELS=FOLDER"
+        )
+    return zipfile.ZipFile(found[0])
+
+
+def definition_of(wheel, path):
+    """The module's syntax tree and the definition at a dotted path in it."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        for name in ("/".join(parts[:count]) + ".py", "/".join(parts[:count]) + "/__init__.py"):
+            if name in wheel.NameToInfo:
+                module = found = ast.parse(wheel.read(name))
+                for part in parts[count:]:
+                    kinds = (ast.FunctionDef, ast.ClassDef)
+                    found = next((e for e in found.body if isinstance(e, kinds) and e.name == part), None)
+                    assert found is not None, f"no {path}"
+                return module, found
+    raise AssertionError(f"no module of {path}")
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_released_wheels_have_the_functions_that_are_hooked(version):
+    wheel = wheel_of(version)
+    for path, expected in release.signatures(release.release_of(version)).items():
+        given = definition_of(wheel, path)[1].args
+        assert given.vararg is None and given.kwarg is None, path
+        names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        assert names == expected, path
+    module, _ = definition_of(wheel, release.WORKERS)
+    imported = {
+        name.asname or name.name for each in module.body if isinstance(each, ast.ImportFrom) for name in each.names
+    }
+    assert set(release.USED_NAMES) <= imported

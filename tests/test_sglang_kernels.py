@@ -1,5 +1,8 @@
 """The SGLang plugin's Triton kernels, on a GPU or in Triton's interpreter, against plain PyTorch."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +12,6 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import sglang_double
 from graft.integrations.sglang import kernels, plugin
-from graft.integrations.sglang.trees import verify_arrays
-from graft.tree.tree import TreeLinks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -187,19 +188,127 @@ def test_what_our_kernel_does_not_know_is_left_to_sglang(double, what):
     assert not backend.token_to_kv_pool.stored
 
 
-def test_trees_are_written_where_a_verify_reads_them():
-    torch.manual_seed(2)
-    num_rows, num_places, lengths = 3, 5, torch.tensor([4, 0, 70])
-    links = TreeLinks.empty(num_rows, num_places)
-    links.numbers.copy_(torch.randint(0, 5, links.numbers.shape))
-    links.mask.copy_(torch.rand(links.mask.shape) < 0.5)
-    expected = verify_arrays(links, lengths, int(lengths.sum()), None)
-    size = num_rows * num_places
-    tokens, positions = (torch.full((size + more,), -1, device=DEVICE) for more in (0, 4))
-    mask = torch.ones(len(expected.custom_mask) + 11, dtype=torch.bool, device=DEVICE)
-    numbers, seen = (part.to(DEVICE) for part in links)
-    kernels.place_trees(numbers, seen, lengths.to(DEVICE), tokens, positions, mask)
-    assert tokens.cpu().equal(expected.draft_token)
-    assert positions[:size].cpu().equal(expected.positions) and (positions[size:] == -1).all()
-    assert mask[: len(expected.custom_mask)].cpu().equal(expected.custom_mask)
-    assert mask[len(expected.custom_mask) :].all()
+# Rows, drafts and trees
+
+
+def drafted_by(topk, num_steps, num_rows, seed):
+    """Drafts of SGLang's loop in its flat ids; by row also the nodes by path: {path: q}."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens, scores, beams, nodes = [], [], [], []
+    for _ in range(num_rows):
+        q, new = torch.rand(topk, generator=rng).tolist(), torch.randperm(1000, generator=rng)[:topk].tolist()
+        own_tokens, own_scores, own_beams = list(new), list(q), [-1, *range(topk)]
+        known = {(token,): own for token, own in zip(new, q, strict=True)}
+        frontier = [(own, (token,)) for token, own in zip(new, q, strict=True)]
+        for _ in range(1, num_steps):
+            first, level = len(own_tokens), []
+            for score, path in frontier:
+                q, new = torch.rand(topk, generator=rng).tolist(), torch.randperm(1000, generator=rng)[:topk].tolist()
+                own_tokens += new
+                own_scores += [score * own for own in q]
+                known |= {(*path, token): own for token, own in zip(new, q, strict=True)}
+                level += [(score * own, (*path, token)) for token, own in zip(new, q, strict=True)]
+            order = sorted(range(len(level)), key=lambda place: -level[place][0])[:topk]
+            own_beams += [first + place for place in order]
+            frontier = [level[place] for place in order]
+        for column, own in zip((tokens, scores, beams, nodes), (own_tokens, own_scores, own_beams, known), strict=True):
+            column.append(own)
+    return kernels.Drafted(*(torch.tensor(part, device=DEVICE) for part in (tokens, scores, beams))), nodes
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(2, 3), (3, 2), (5, 1)])
+def test_levels_have_the_nodes_of_sglangs_loop_with_their_own_parents(topk, num_steps):
+    drafted, nodes = drafted_by(topk, num_steps, 3, seed=topk)
+    num_rows, num_nodes = drafted.tokens.shape
+    has_head, slots = torch.tensor([0, 0, 1, 1, 0, 1]), torch.tensor([2, 4, 3])  # the second row has no head
+    levels = [torch.full((num_rows * num_nodes,), -1, device=DEVICE).to(kind) for kind in (torch.int, torch.int)]
+    levels.append(torch.full((num_rows * num_nodes,), -1.0, device=DEVICE))
+    kernels.split_levels(drafted, topk, has_head.int().to(DEVICE), slots.int().to(DEVICE), tuple(levels))
+    first, paths = 0, [[()] for _ in range(num_rows)]  # by number in the drafted tree
+    for size in [topk, *[topk * topk] * (num_steps - 1)]:
+        parts = [part[first : first + num_rows * size].view(num_rows, size).tolist() for part in levels]
+        first += num_rows * size
+        for row, (tokens, parents, q) in enumerate(zip(*parts, strict=True)):
+            paths[row] += [(*paths[row][parent], token) for token, parent in zip(tokens, parents, strict=True)]
+            expected = [0.0 if row == 1 else nodes[row][path] for path in paths[row][-size:]]
+            assert q == pytest.approx(expected, rel=1e-5)
+    assert first == num_rows * num_nodes and [set(own[1:]) for own in paths] == [set(own) for own in nodes]
+
+
+@pytest.mark.parametrize("has_texts", [True, False])
+def test_trees_are_written_where_a_verify_reads_them(has_texts):
+    """Each place sees its path, and the links lead SGLang's walk down it."""
+    parents = [[-1, 0, 0, 1, 3, 2, 1], [-1, 0, 1, 2], [-1]]
+    num_rows, num_places, lengths = 3, 7, [4, 0, 70]
+    columns = torch.zeros(6, 30, dtype=torch.int32)
+    columns[4] = num_rows
+    depths = []
+    for row, own in enumerate(parents):
+        deep = [0]
+        for parent in own[1:]:
+            deep.append(deep[parent] + 1)
+        depths.append(deep)
+        at = slice(row * num_places, row * num_places + len(own))
+        columns[0, at] = torch.arange(len(own), dtype=torch.int32) + 10 * row
+        columns[1, at] = torch.tensor(own).clamp(min=0).int()
+        columns[3, at], columns[4, at] = torch.tensor(deep).int(), row
+    numbers = torch.full((5, num_rows, num_places), -9, dtype=torch.int64, device=DEVICE)
+    size = num_places * (sum(lengths) * has_texts + num_rows * num_places)
+    mask = torch.ones(size + 5, dtype=torch.bool, device=DEVICE)
+    kernels.place_trees(columns.to(DEVICE), torch.tensor(lengths, device=DEVICE), numbers, mask, has_texts)
+    tokens, positions, index, children, siblings = numbers.cpu().tolist()
+    start = 0
+    for row, (own, length) in enumerate(zip(parents, lengths, strict=True)):
+        assert index[row] == list(range(row * num_places, (row + 1) * num_places))
+        for place in range(num_places):
+            path, is_node = [place], place < len(own)
+            while is_node and own[path[-1]] >= 0:
+                path.append(own[path[-1]])
+            before = length if has_texts else 0
+            seen = mask[start : start + before + num_places].nonzero().flatten().tolist()
+            assert seen == [*range(before), *(before + node for node in sorted(path))]
+            assert positions[row][place] == length + len(path) - 1
+            assert tokens[row][place] == (10 * row + place if is_node else 0)
+            below = [node for node in range(1, len(own)) if own[node] == place]
+            beside = [node for node in range(place + 1, len(own)) if is_node and place and own[node] == own[place]]
+            assert children[row][place] == min(below, default=-1) and siblings[row][place] == min(beside, default=-1)
+            start += before + num_places
+    assert mask[start:].all()
+
+
+# Types of the arguments, by kernel, and its sizes.
+COMPILED = """
+import triton
+from graft.integrations.sglang import kernels
+from graft.tree.device import ranking
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def check(kernel, types, **sizes):
+    given = iter(types.split())
+    kinds = {name: "constexpr" if name in sizes else next(given) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+slots = "*i64 *i64 *i32 *fp32 *fp64"
+for roots in ("*i32", "*i64"):
+    types = f"*i64 *i64 {roots} i32 *i32 *i32 i64 {slots} *i32 *i32 *i32 {slots} i32 i32 i32"
+    check(kernels._load_rows_kernel, types, NUM_BUCKETS=16, BLOCK=64)
+types = "*i64 *fp32 *i64 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32"
+check(kernels._split_levels_kernel, types, TOPK=8, BLOCK=256)
+for has_texts in (True, False):
+    check(kernels._place_kernel, "*i32 *i64 *i64 *u8 i32 i32 i32", HAS_TEXTS=has_texts, BLOCK_B=4, BLOCK_N=64)
+for stride in (0, 4):
+    types = " ".join(["*i32"] * 12 + ["i32"] * 6)
+    check(ranking._lay_out_kernel, types, CAP=15, STRIDE=stride, BLOCK=16, ROWS=32, SIZE=128)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    """Triton's interpreter takes what its compiler refuses: a name that has two types, for instance."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    if "ptxas" in done.stderr or "libtriton" in done.stderr:
+        pytest.skip("this Triton cannot compile for NVIDIA GPUs")
+    assert done.returncode == 0, done.stderr

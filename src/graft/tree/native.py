@@ -128,8 +128,6 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_flatten_trees": [*[c_int64] * 2, *[c_void_p] * 3, c_int64, *[c_void_p] * 5],
     "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
-    "graft_flat_levels": [*[c_int64] * 4, *[c_void_p] * 3, c_int64, *[c_void_p] * 4],
-    "graft_tree_links": [*[c_int64] * 3, *[c_void_p] * 5],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],
     "graft_restore": [c_void_p, *[c_int64] * 2, *[c_void_p] * 3],

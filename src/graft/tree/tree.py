@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,17 +89,6 @@ class DraftTree:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def links(self, into: TreeLinks | None = None) -> TreeLinks:
-        """The trees in the form of other engines' verify kernels.
-
-        into: buffers to write to. If they have more places per row, the rest becomes padding.
-        """
-        links = into or TreeLinks.empty(*self.tokens.shape)
-        columns = [plain(column) for column in (self.tokens, self.parents, self.sources)]
-        addresses = (column.data_ptr() for column in (*columns, *links))
-        native().graft_tree_links(*columns[0].shape, links.mask.shape[1], *addresses)
-        return links
-
     def trimmed(self) -> DraftTree:
         """The trees without trailing places that are padding in all rows."""
         return self.first(int(self.valid.sum(dim=1).max()))
@@ -111,22 +99,6 @@ class DraftTree:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
         return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
-
-
-class TreeLinks(NamedTuple):
-    """B trees of N places in the form of other engines' verify kernels, on the host."""
-
-    # [4, B, N] int64: token (0 for padding), depth (0 for root and padding), first child and next sibling (-1: none).
-    # No link leads to padding.
-    numbers: Tensor
-    mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees only itself
-
-    @classmethod
-    def empty(cls, num_rows: int, num_places: int, is_pinned: bool = False) -> TreeLinks:
-        return cls(
-            torch.empty(4, num_rows, num_places, dtype=torch.int64, pin_memory=is_pinned),
-            torch.empty(num_rows, num_places, num_places, dtype=torch.bool, pin_memory=is_pinned),
-        )
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MODULE = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+from graft.integrations.sglang import release
+from graft.integrations.sglang.fallback import say_once
+from graft.integrations.sglang.kernels import verify_attention
+
 _MAX_PLACES = 128
 _MAX_HEAD_BYTES = 256  # of a head vector; longer ones do not fit well into the shared memory of some GPUs
 
@@ -25,30 +28,27 @@ def _attend(
     layer: Any,
     forward_batch: Any,
     save_kv_cache: bool = True,
-    sinks: Any = None,
+    *rest: Any,
+    **more: Any,
 ) -> Any:
     """`forward_extend`: use our kernel for a verify that it supports, and SGLang's own code otherwise."""
-    if (
-        new_keys is None
-        or new_values is None
-        or sinks is not None
-        or not forward_batch.forward_mode.is_target_verify()
-        or not _is_ours(backend, query, layer)
-    ):
-        return original(backend, query, new_keys, new_values, layer, forward_batch, save_kv_cache, sinks)
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    from graft.integrations.sglang.kernels import verify_attention  # needs Triton
-
+    why_not: str | None = "something else"
+    if forward_batch.forward_mode.is_target_verify():
+        is_plain = all(each is None for each in (*rest, *more.values()))
+        has_new = new_keys is not None and new_values is not None
+        why_not = _why_not(backend, query, layer) if is_plain and has_new else "sinks or shared keys"
+        if why_not is not None:
+            say_once(f"SGLang's own kernel does the attention of verify steps, which is slower: {why_not}")
+    if why_not is not None:
+        return original(backend, query, new_keys, new_values, layer, forward_batch, save_kv_cache, *rest, **more)
     known, pool = backend.forward_metadata, backend.token_to_kv_pool
     if save_kv_cache:
-        physical = known.out_cache_loc_full_physical
-        slots = KVWriteLoc(forward_batch.out_cache_loc, known.swa_out_cache_loc, full_loc=physical)
-        pool.set_kv_buffer(layer, slots, new_keys, new_values)
+        pool.set_kv_buffer(layer, release.current().write_slots(backend, forward_batch), new_keys, new_values)
     out = getattr(forward_batch, "_attn_output", None)
     out = torch.empty_like(query) if out is None else out
     heads = (-1, layer.tp_q_head_num, layer.qk_head_dim)
     num_rows = len(known.qo_indptr) - 1
+    assert new_keys is not None and new_values is not None
     verify_attention(
         *(query.view(heads), new_keys, new_values, out.view(heads)),
         *(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
@@ -58,34 +58,41 @@ def _attend(
     return out
 
 
-def _is_ours(backend: Any, query: Tensor, layer: Any) -> bool:
-    """Whether our kernel supports it: trees with the same number of places, full attention over a plain cache."""
-    known, num_places = backend.forward_metadata, backend.forward_metadata.max_extend_len
-    if known.custom_mask is None or num_places > _MAX_PLACES:
-        return False
-    if backend.use_mla or backend.enable_deterministic or backend.dcp_size > 1 or backend.page_size > 1:
-        return False
-    is_full = layer.sliding_window_size in (None, -1) and not layer.is_cross_attention
-    is_usual = layer.attn_type.value == "decoder" and layer.logit_capping_method == "tanh"
+def _why_not(backend: Any, query: Tensor, layer: Any) -> str | None:
+    """What our kernel does not support. It needs trees of one size and full attention over a plain cache."""
+    known = backend.forward_metadata
+    keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id) if not backend.use_mla else query
     scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
-    is_scaled = any(scale is not None and value != 1.0 for scale, value in scales)  # FP8 weights bring scales of 1
-    is_plain = not is_scaled and layer.xai_temperature_len == -1
-    if not (is_full and is_usual and is_plain):
-        return False
-    keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
-    is_same = keys.dim() == 3 and keys.dtype == query.dtype and keys.shape[2] == layer.qk_head_dim == layer.v_head_dim
-    is_small = layer.qk_head_dim * query.element_size() <= _MAX_HEAD_BYTES
-    return is_same and is_small and len(query) == (len(known.qo_indptr) - 1) * num_places
+    head_dim = layer.qk_head_dim
+    reasons = {
+        "no tree mask": known.custom_mask is None,
+        f"more than {_MAX_PLACES} places": known.max_extend_len > _MAX_PLACES,
+        "multi-head latent attention": backend.use_mla,
+        "the deterministic mode": backend.enable_deterministic,
+        "decode context parallelism": backend.dcp_size > 1,
+        "a page size above 1": backend.page_size > 1,
+        "a sliding window": layer.sliding_window_size not in (None, -1),
+        "cross attention": layer.is_cross_attention or layer.attn_type.value != "decoder",
+        "another soft cap than tanh": layer.logit_capping_method != "tanh",
+        # FP8 weights bring scales of 1.
+        "scaled keys or values": any(scale is not None and value != 1.0 for scale, value in scales),
+        "scores scaled by length": layer.xai_temperature_len != -1,
+        "a KV cache of another type": keys.dim() != 3 or keys.dtype != query.dtype,
+        "keys and values of different sizes": not keys.shape[-1] == head_dim == layer.v_head_dim,
+        "long heads": head_dim * query.element_size() > _MAX_HEAD_BYTES,
+        "trees of several sizes": len(query) != (len(known.qo_indptr) - 1) * known.max_extend_len,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _make_state(
     original: Callable[..., Any], backend: Any, max_rows: int, max_tokens: int, *args: Any, **more: Any
 ) -> None:
-    """`init_cuda_graph_state`: enlarge the mask for the places after the longest texts, which SGLang omits."""
+    """`init_cuda_graph_state`: enlarge the mask for the places after the longest texts, which SGLang 0.5.15 omits."""
     original(backend, max_rows, max_tokens, *args, **more)
     mask = getattr(backend, "cuda_graph_custom_mask", None)
     if mask is not None:
         backend.cuda_graph_custom_mask = mask.new_zeros(max_tokens * (backend.max_context_len + max_tokens // max_rows))
 
 
-HOOKS = {f"{_MODULE}.forward_extend": _attend, f"{_MODULE}.init_cuda_graph_state": _make_state}
+HOOKS = {f"{release.TRITON}.forward_extend": _attend, f"{release.TRITON}.init_cuda_graph_state": _make_state}

@@ -8,35 +8,45 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
-from graft.integrations.sglang.trees import Drafted, VerifyArrays, likeliest_successors
+from graft.integrations.sglang import release
+from graft.integrations.sglang.fallback import Attempt
+from graft.integrations.sglang.trees import likeliest_successors
 
-_FUNCTIONS = "sglang.srt.speculative.eagle_utils"
+_FULL_MASK = 0  # of SGLang's layouts of a mask: it covers the texts too
 
 
 class Worker(Protocol):
     """The part of `worker.GraftDraftWorker` that hooks use."""
 
-    @property
-    def learns(self) -> bool: ...
+    has_tree: bool  # whether this round's trees are Graft's
+    is_sound: bool  # whether nothing has failed in this round
 
-    def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays: ...
+    def build(self, lengths: Tensor, roots: Tensor, mask: Tensor | None, *layout: Any) -> Any: ...
 
-    def fill(self, verify_input: Any, requests: Any, is_captured: bool) -> None: ...
+    def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]: ...
 
-    def digest(self) -> None: ...
+    def choose(self, batch: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor: ...
 
-    def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor: ...
-
-    def remember(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None: ...
+    def learn(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None: ...
 
 
-drafting: ContextVar[Worker | None] = ContextVar("graft_drafting", default=None)
+@dataclass
+class Drafting:
+    """Who drafts, and for which place of the texts."""
+
+    worker: Worker
+    ends: Tensor | None = None  # [B] tokens of the texts, with their roots; None: no logits are ranked
+    depth: int = 0  # of the tokens that the next logits give; 1 follows the root
+
+
+drafting: ContextVar[Drafting | None] = ContextVar("graft_drafting", default=None)
 choosing: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("graft_choosing", default=None)
 
 
@@ -60,71 +70,72 @@ def _keep_levels(original: Any, scores: Any, tokens: Any, beams: Any, num_draft_
 
 def _build_tree(
     original: Any,
-    bonus_tokens: Tensor,
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    draft_tokens: Tensor,
-    seq_lens: Tensor,
-    seq_lens_sum: int,
+    roots: Tensor,
+    beams: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    most_tokens: int,
     topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: Any = 0,
-    tree_mask_buf: Tensor | None = None,
+    num_steps: int,
+    num_places: int,
+    layout: Any = _FULL_MASK,
+    mask: Tensor | None = None,
     position_buf: Tensor | None = None,
+    **more: Any,
 ) -> Any:
-    """`build_tree_kernel_efficient`: make the verify's arrays from the result of `_keep_levels`."""
-    worker = drafting.get()
-    if worker is None:
-        sizes = (seq_lens, seq_lens_sum, topk, spec_steps, num_verify_tokens)
-        buffers = (tree_mask_mode, tree_mask_buf, position_buf)
-        return original(bonus_tokens, parent_list, top_scores_index, draft_tokens, *sizes, *buffers)
-    drafted = Drafted(draft_tokens, top_scores_index, parent_list)
-    arrays = worker.build(bonus_tokens, drafted, seq_lens, tree_mask_buf)
-    if position_buf is not None:
-        position_buf[: len(arrays.positions)] = arrays.positions
-        arrays = arrays._replace(positions=position_buf)
-    return tuple(arrays)
+    """`build_tree_kernel_efficient`: the inputs of a verify, ours or SGLang's own, from all levels."""
+    now = drafting.get()
+    if position_buf is not None:  # only backends for other models have one
+        more["position_buf"], now = position_buf, None
+    rest = (lengths, most_tokens, topk, num_steps, num_places, layout, mask)
+    if now is None:
+        return original(roots, beams, scores, tokens, *rest, **more)
+    fills = more.get("fill_prefix_mask", True)
+    arrays = now.worker.build(lengths, roots, mask, most_tokens, int(layout) == _FULL_MASK, fills)
+    if arrays is not None:
+        return tuple(arrays)
+    beams, last = beams[:, :-topk], beams[:, -topk:]
+    if scores.shape[1] < num_places - 1:  # fewer nodes than places: the last one stands in all that are left
+        chosen = torch.arange(num_places - 1, device=scores.device).clamp(max=scores.shape[1] - 1)
+        chosen = chosen.expand(len(scores), -1).contiguous()
+        tokens = tokens.gather(1, chosen)
+    else:
+        with set_to(drafting, None):
+            organize = eagle_worker_v2.organize_draft_results
+            beams, chosen, tokens = organize([scores], [tokens], [beams, last], num_places)
+    return original(roots, beams, chosen, tokens, *rest, **more)
 
 
-def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any) -> Any:
-    """`eagle_prepare_for_verify`: fill in the tree afterwards."""
-    result = original(verify_input, req_to_token_pool, batch, target_worker)
-    worker: Worker | None = getattr(verify_input, "graft_worker", None)
-    if worker is not None:
-        worker.fill(verify_input, batch.reqs, is_captured=result[1])
-    return result
-
-
-def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
+def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:
     """`eagle_sample`: let SGLang apply penalties, biases and grammars and walk the tree as for greedy rows.
 
     `_walk` chooses the tokens that SGLang compares with the tree's.
     """
     worker: Worker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
-        return original(verify_input, batch, logits_output, vocab_mask)
-    worker.digest()
+        return original(verify_input, batch, logits_output, *args, **kwargs)
     logits = logits_output.next_token_logits
-    # Before the call, since penalties change the logits in place.
-    highest = likeliest_successors(logits) if worker.learns else None
+    highest: list[tuple[Tensor, Tensor]] = []
+    if worker.has_tree and worker.is_sound:
+        with Attempt("learn from a round"):
+            highest.append(likeliest_successors(logits))  # before the call, since penalties change the logits in place
     info, chosen = batch.sampling_info, []
 
     def choose(best: Tensor) -> Tensor:
-        chosen.append(worker.choose(batch.reqs, info, verify_input.positions[: len(logits)], logits, best))
+        chosen.append(worker.choose(batch, info, verify_input.positions[: len(logits)], logits, best))
         return chosen[0]
 
     batch.sampling_info = copy.copy(info)
     batch.sampling_info.is_all_greedy = True
     try:
         with set_to(choosing, choose):
-            result = original(verify_input, batch, logits_output, vocab_mask)
+            result = original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
         batch.sampling_info = info
-    if highest is not None:
-        successors, values = highest
-        shape = (*chosen[0].shape, -1)
-        worker.remember(chosen[0], successors.view(shape), values.view(shape))
+    if highest:
+        with Attempt("learn from a round"):
+            worker.learn(chosen[0], *highest[0])
     return result
 
 
@@ -136,27 +147,40 @@ def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+def _compact(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_finalize_accept_tree_path`: with one place a request there is nothing to move."""
+    accept_index, _, predict = args[-5:-2]
+    return predict if len(predict) == len(accept_index) else original(*args, **kwargs)
+
+
 HOOKS = {
-    f"{_FUNCTIONS}.organize_draft_results": _keep_levels,
-    f"{_FUNCTIONS}.build_tree_kernel_efficient": _build_tree,
-    f"{_FUNCTIONS}.eagle_prepare_for_verify": _prepare,
-    f"{_FUNCTIONS}.eagle_sample": _sample,
-    f"{_FUNCTIONS}.verify_tree_greedy_func": _walk,
+    f"{release.SPEC}.eagle_utils.organize_draft_results": _keep_levels,
+    f"{release.SPEC}.eagle_utils.build_tree_kernel_efficient": _build_tree,
+    f"{release.SPEC}.eagle_utils.eagle_sample": _sample,
+    release.current().WALK: _walk,
+    release.current().COMPACT: _compact,
 }
 
 
-_topk_of_sglang = eagle_worker_v2.fast_topk
+def rank_by_noise() -> None:
+    """Let the head's logits be ranked by `GraftDraftWorker.likeliest`: with the noise of coming draws, in one kernel.
 
+    This replaces names in one module. Hooks would also change functions that SGLang compiles with torch.compile.
+    """
+    renorm, fast_topk = eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk
 
-def _topk(values: Tensor, topk: int, dim: int) -> Any:
-    """`fast_topk`: use our kernel for the head's probabilities, which takes a sixth of the time."""
-    if drafting.get() is None or not values.is_cuda or values.dim() != 2:
-        return _topk_of_sglang(values, topk, dim)
-    from graft.model.kernels.topk import highest  # needs Triton
+    def keep_logits(logits: Tensor, *args: Any) -> Any:
+        now = drafting.get()
+        return renorm(logits, *args) if now is None or now.ends is None else logits
 
-    tokens, best, _ = highest(values, topk)
-    return best, tokens.long()
+    def rank(values: Tensor, topk: int, dim: int) -> Any:
+        now = drafting.get()
+        if now is None or now.ends is None or not len(values):
+            return fast_topk(values, topk, dim)
+        with Attempt("rank the head's tokens"):
+            found = now.worker.likeliest(values, topk, now.ends, now.depth)
+            now.depth += 1
+            return found
+        return fast_topk(values.softmax(dim=-1), topk, dim)
 
-
-# Replaced in this module only. A hook would also change a function that SGLang compiles with torch.compile.
-eagle_worker_v2.fast_topk = _topk
+    eagle_worker_v2.renorm_draft_probs, eagle_worker_v2.fast_topk = keep_logits, rank

@@ -1,20 +1,46 @@
-"""Triton kernels over SGLang's arrays, for a verify's inputs and its attention. Needs Triton, but not SGLang."""
+"""Triton kernels over SGLang's arrays: a round's rows, its drafts, a verify's inputs and its attention.
+
+Importing this module needs Triton, but not SGLang. D is the number of places of a row's tree.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.tree.device.copies import Texts
+
+SETTINGS = ("seeds", "salts", "kinds", "temperatures", "powers")  # of a request that its row's tree depends on
 _KEYS = tl.constexpr(64)  # most keys of a block
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times query heads per key head
 _LEAST_SPLIT = 128  # least keys before the tree that one program reads
 _MOST_SPLITS = 16
 PROGRAMS = 528  # enough to keep a large GPU busy
 _LOG2_E = 1.4426950408889634
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, on the device."""
+
+    slots: Tensor  # [B] each request's slot in SGLang's tables; 0 is padding
+    lengths: Tensor  # [B] tokens in the KV cache
+    roots: Tensor  # [B] the token to decode next
+
+
+class Drafted(NamedTuple):
+    """The head's drafts: M nodes by SGLang's flat ids. Level 1 has the first K, every further level K².
+
+    The parent of a node f >= K is `beams[f // K]`, a flat id. The parent of the first K nodes is the root.
+    """
+
+    tokens: Tensor  # [B, M] target ids
+    scores: Tensor  # [B, M] products of the head's q along the path
+    beams: Tensor  # [B, 1 + levels * K] -1 for the root, then the flat ids of the K expanded nodes of each level
 
 
 @torch.compiler.disable
@@ -78,49 +104,195 @@ def verify_attention(
         )
 
 
-def place_trees(
-    numbers: Tensor,  # [4, B, D] int64, as in `TreeLinks`
-    seen: Tensor,  # [B, D, D] bool
-    lengths: Tensor,  # [B] of the texts before the trees
-    tokens: Tensor,  # [B * D] int64, written
-    positions: Tensor,  # [B * D or more] int64, written
-    mask: Tensor,  # flat bytes: D x (text + D) for each row; only the part after the text is written
+def load_rows(
+    rows: Rows,
+    slots: Mapping[str, Tensor],  # settings of all requests, by slot
+    inputs: Mapping[str, Tensor],  # of the round, written; see `inputs_layout`
+    texts: Texts,
+    num_nodes: int,
+    max_depth: int,
 ) -> None:
-    """Write trees into the inputs of a verify."""
-    num_rows, num_places = seen.shape[:2]
-    _place_kernel[num_rows, num_places](
-        *(numbers, seen.view(torch.uint8), lengths, tokens, positions, mask.view(torch.uint8), num_rows, num_places),
+    """Load a batch's rows from its requests' slots, and let its texts end in the tokens that are decoded next.
+
+    So a text is right even if it got tokens in rounds without trees. num_nodes: the most of a row.
+    """
+    num_rows, most = len(rows.slots), len(inputs["caps"])
+    _load_rows_kernel[(1,)](
+        *(*rows, num_rows, texts.own, texts.lengths, texts.own.shape[1]),
+        *(slots[name] for name in SETTINGS),
+        *(inputs[name] for name in ("table_rows", "caps", "max_depths", *SETTINGS)),
+        *(most, num_nodes, max_depth),
+        NUM_BUCKETS=inputs["powers"].shape[1],
+        BLOCK=triton.next_power_of_2(max(num_rows, most)),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "max_depth"])
+def _load_rows_kernel(
+    row_slots: tl.tensor,
+    seq_lens: tl.tensor,
+    roots: tl.tensor,
+    num_rows: int,
+    own: tl.tensor,
+    lengths: tl.tensor,
+    context: tl.int64,
+    slot_seeds: tl.tensor,
+    slot_salts: tl.tensor,
+    slot_kinds: tl.tensor,
+    slot_temperatures: tl.tensor,
+    slot_powers: tl.tensor,
+    table_rows: tl.tensor,
+    caps: tl.tensor,
+    max_depths: tl.tensor,
+    seeds: tl.tensor,
+    salts: tl.tensor,
+    kinds: tl.tensor,
+    temperatures: tl.tensor,
+    powers: tl.tensor,
+    most: int,
+    num_nodes: int,
+    max_depth: int,
+    NUM_BUCKETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """All rows. Those behind the last are padding, of slot 0."""
+    row = tl.arange(0, BLOCK)
+    is_row, inside = row < num_rows, row < most
+    slot = tl.load(row_slots + row, mask=is_row, other=0).to(tl.int64)
+    end = tl.load(seq_lens + row, mask=is_row, other=0).to(tl.int64)
+    fits = is_row & (end < context)
+    tl.store(own + slot * context + end, tl.load(roots + row, mask=is_row, other=0).to(tl.int32), mask=fits)
+    tl.store(lengths + slot, (end + 1).to(tl.int32), mask=fits)
+    tl.store(table_rows + row, slot.to(tl.int32), mask=inside)
+    tl.store(caps + row, tl.where(is_row, num_nodes, -1), mask=inside)
+    tl.store(max_depths + row, tl.where(is_row, max_depth, 0), mask=inside)
+    tl.store(seeds + row, tl.load(slot_seeds + slot), mask=inside)
+    tl.store(salts + row, tl.load(slot_salts + slot), mask=inside)
+    tl.store(kinds + row, tl.load(slot_kinds + slot), mask=inside)
+    tl.store(temperatures + row, tl.load(slot_temperatures + slot), mask=inside)
+    bucket = tl.arange(0, NUM_BUCKETS)[None, :]
+    power = tl.load(slot_powers + slot[:, None] * NUM_BUCKETS + bucket)
+    tl.store(powers + row[:, None] * NUM_BUCKETS + bucket, power, mask=inside[:, None])
+
+
+def split_levels(
+    drafted: Drafted,
+    topk: int,
+    has_head: Tensor,  # [slots] int32: whether the head has read the text
+    table_rows: Tensor,  # [B or more] int32 slots
+    levels: tuple[Tensor, Tensor, Tensor],  # [B * M or more] tokens, parents int32 and q float32, written
+) -> None:
+    """The head's nodes level by level: row after row in each, with parents numbered as in the drafted tree."""
+    num_rows, num_nodes = drafted.tokens.shape
+    _split_levels_kernel[(num_rows,)](
+        *(drafted.tokens, drafted.scores, drafted.beams, has_head, table_rows, *levels),
+        *(num_rows, num_nodes, drafted.beams.shape[1]),
+        TOPK=topk,
+        BLOCK=triton.next_power_of_2(num_nodes),
+    )
+
+
+@triton.jit
+def _split_levels_kernel(
+    tokens: tl.tensor,
+    scores: tl.tensor,
+    beams: tl.tensor,
+    has_head: tl.tensor,
+    table_rows: tl.tensor,
+    out_tokens: tl.tensor,
+    out_parents: tl.tensor,
+    out_q: tl.tensor,
+    num_rows: int,
+    num_nodes: int,
+    num_beams: int,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    node = tl.arange(0, BLOCK)
+    inside = node < num_nodes
+    parent = tl.load(beams + row * num_beams + node // TOPK, mask=inside, other=-1).to(tl.int32)
+    score = tl.load(scores + row * num_nodes + node, mask=inside, other=0.0)
+    above = tl.load(scores + row * num_nodes + parent, mask=inside & (parent >= 0), other=1.0)
+    is_drafted = (tl.load(has_head + tl.load(table_rows + row)) > 0) & (above > 0)
+    q = tl.where(is_drafted, tl.minimum(score / tl.where(above > 0, above, 1.0), 1.0), 0.0)
+    size = tl.where(node < TOPK, TOPK, TOPK * TOPK)
+    start = tl.where(node < TOPK, 0, TOPK + (node - TOPK) // (TOPK * TOPK) * (TOPK * TOPK))
+    at = start * num_rows + row * size + node - start
+    tl.store(out_tokens + at, tl.load(tokens + row * num_nodes + node, mask=inside, other=0).to(tl.int32), mask=inside)
+    tl.store(out_parents + at, parent + 1, mask=inside)
+    tl.store(out_q + at, q, mask=inside)
+
+
+def place_trees(
+    columns: Tensor,  # [6, room] int32 trees of D places, see `ranking.lay_out`
+    lengths: Tensor,  # [B] of the texts before the trees
+    numbers: Tensor,  # [5, B, D] int64, written: tokens, positions, index, first child and next sibling of each place
+    mask: Tensor,  # flat bytes, written: whether each place sees what is before it
+    has_texts: bool,
+) -> None:
+    """Write trees into the inputs of a verify.
+
+    has_texts: the mask has D x (text + D) bytes for each row, and only the part after the text is written. Otherwise it
+    has D x D bytes.
+    """
+    num_rows, num_places = numbers.shape[1:]
+    _place_kernel[(num_rows,)](
+        *(columns, lengths, numbers, mask.view(torch.uint8), columns.shape[1], num_rows, num_places),
+        HAS_TEXTS=has_texts,
         BLOCK_B=triton.next_power_of_2(num_rows),
         BLOCK_N=triton.next_power_of_2(num_places),
-        num_warps=1,
+        num_warps=8 if num_places > 32 else 2,
     )
 
 
 @triton.jit(do_not_specialize=["num_rows", "places"])
 def _place_kernel(
-    numbers: tl.tensor,
-    seen: tl.tensor,
+    columns: tl.tensor,
     lengths: tl.tensor,
-    tokens: tl.tensor,
-    positions: tl.tensor,
+    numbers: tl.tensor,
     mask: tl.tensor,
+    room: int,
     num_rows: int,
     places: int,
+    HAS_TEXTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Writes one place of a row."""
-    row, place = tl.program_id(0), tl.program_id(1)
+    """One row. A place without a node sees itself alone, and nothing leads to it."""
+    row = tl.program_id(0)
+    place = tl.arange(0, BLOCK_N)
+    inside = place < places
     at = row * places + place
+    is_node = tl.load(columns + 4 * room + at, mask=inside, other=-1) == row
+    parent = tl.load(columns + room + at, mask=is_node, other=0)
+    depth = tl.load(columns + 3 * room + at, mask=is_node, other=0)
     length = tl.load(lengths + row).to(tl.int64)
-    tl.store(tokens + at, tl.load(numbers + at))
-    tl.store(positions + at, length + tl.load(numbers + num_rows * places + at))
-    before = tl.arange(0, BLOCK_B)
-    texts = tl.sum(tl.load(lengths + before, mask=before < row, other=0).to(tl.int64), axis=0)
-    begin = places * (texts + row * places) + place * (length + places) + length
-    other = tl.arange(0, BLOCK_N)
-    shown = tl.load(seen + at * places + other, mask=other < places, other=0)
-    tl.store(mask + begin + other, shown, mask=other < places)
+    is_child = (is_node & (place > 0))[None, :] & (parent[None, :] == place[:, None]) & is_node[:, None]
+    child = tl.min(tl.where(is_child, place[None, :], BLOCK_N), axis=1)
+    is_sibling = (is_node & (place > 0))[None, :] & (parent[None, :] == parent[:, None])
+    is_sibling = is_sibling & (place[None, :] > place[:, None]) & (is_node & (place > 0))[:, None]
+    sibling = tl.min(tl.where(is_sibling, place[None, :], BLOCK_N), axis=1)
+    size = num_rows * places
+    tl.store(numbers + at, tl.load(columns + at, mask=is_node, other=0).to(tl.int64), mask=inside)
+    tl.store(numbers + size + at, length + depth, mask=inside)
+    tl.store(numbers + 2 * size + at, at.to(tl.int64), mask=inside)
+    tl.store(numbers + 3 * size + at, tl.where(child < BLOCK_N, child, -1).to(tl.int64), mask=inside)
+    tl.store(numbers + 4 * size + at, tl.where(sibling < BLOCK_N, sibling, -1).to(tl.int64), mask=inside)
+    seen = place[:, None] == place[None, :]
+    above = parent
+    for level in range(tl.max(depth, axis=0)):
+        seen = seen | ((level < depth)[:, None] & (above[:, None] == place[None, :]))
+        above = tl.load(columns + room + row * places + above, mask=is_node, other=0)
+    if HAS_TEXTS:
+        before = tl.arange(0, BLOCK_B)
+        texts = tl.sum(tl.load(lengths + before, mask=before < row, other=0).to(tl.int64), axis=0)
+        begin = places * (texts + row * places) + place * (length + places) + length
+    else:
+        begin = (row * places + place).to(tl.int64) * places
+    both = inside[:, None] & inside[None, :]
+    tl.store(mask + begin[:, None] + place[None, :], seen.to(tl.uint8), mask=both)
 
 
 @triton.jit

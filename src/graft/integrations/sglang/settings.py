@@ -13,7 +13,6 @@ from graft.settings import Settings, require, require_known
 from graft.spec_decode.policy_settings import MAX_BUDGET
 
 SWITCH = "GRAFT_SGLANG"
-VERSION = "0.5.15"  # the only version of SGLang whose private functions the hooks know
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 _USUAL_TOKENS = 128  # a step verifies so many tokens in little more time than a few, since reading weights dominates
 _ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # SGLang's flags that allow one size
@@ -29,12 +28,11 @@ class SGLangSettings(Settings):
     places: str | None = None  # "2:48,16:8": trees of 48 places up to 2 requests, of 8 above; None: the default sizes
     budget: int | None = None  # nodes of a row beside the root; None: --speculative-num-draft-tokens less 1
     max_depth: int | None = None  # of a tree; None: no limit but its nodes
-    max_texts: int = 4096  # most preempted requests whose texts are kept
     isolated: bool = False  # requests learn nothing from each other
     log: int | None = None  # rounds between two lines in SGLang's log; None: no lines
 
     def __post_init__(self) -> None:
-        for name in ("budget", "max_depth", "max_texts", "log"):
+        for name in ("budget", "max_depth", "log"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{_variable(name)} must be at least 1, not {value}")
         if self.budget is not None:
@@ -71,10 +69,6 @@ def _read(name: str, text: str, its_type: str) -> bool | int | str:
         raise GraftError(f"{name} must be {_WANTED[its_type]}, not {text!r}") from None
 
 
-def check_version(version: str) -> None:
-    require(version == VERSION, f"the SGLang plugin is made for SGLang {VERSION}, not {version}: unset {SWITCH}")
-
-
 def check_server(server_args: Any, settings: SGLangSettings) -> None:
     """Refuse flags of SGLang with which Graft cannot work. server_args: SGLang's complete `ServerArgs`."""
     algorithm = str(server_args.speculative_algorithm)
@@ -91,6 +85,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         settings.budget is None or settings.budget < num_places,
         f"{_variable('budget')} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
+    require(getattr(server_args, "pp_size", 1) == 1, "Graft works without pipeline parallelism: leave out --pp-size")
     sizes_for(server_args, settings)
     for name in ("speculative_adaptive", "speculative_use_rejection_sampling"):
         flag = "--" + name.replace("_", "-")

@@ -302,10 +302,12 @@ def lay_out(
     by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
     origins: Tensor,  # [2, room] int32, written: each token's source, and the draft passes that it needed
     size: int,
+    stride: int = 0,
 ) -> None:
     """Writes the trees as a flat step of `size` tokens, row behind row, each row's likeliest nodes first.
 
     What the nodes do not fill is padding, which belongs to a row behind the last, of table row 0 and no tokens.
+    stride: places that every row has, filled or not; 0: a row begins where the one before ends.
     """
     cap = ranked.nodes.shape[1]
     _lay_out_kernel[(shape.num_rows + 1,)](
@@ -328,7 +330,8 @@ def lay_out(
         shape.num_rows,
         size,
         CAP=cap,
-        BLOCK=triton.next_power_of_2(cap + 1),
+        STRIDE=stride,
+        BLOCK=triton.next_power_of_2(max(cap + 1, stride)),
         ROWS=triton.next_power_of_2(shape.num_rows),
         SIZE=triton.next_power_of_2(size),
         num_warps=4,
@@ -356,15 +359,18 @@ def _lay_out_kernel(
     num_rows: int,
     size: int,
     CAP: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """One row; the program behind the last writes the padding."""
+    """One row; the program behind the last writes the padding behind all rows."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     widths = tl.load(counts + rows, mask=rows < num_rows, other=-1) + 1
     start = tl.sum(tl.where(rows < row, widths, 0), axis=0)
+    if STRIDE > 0:
+        start = row * STRIDE
     if row == num_rows:
         rest = tl.arange(0, SIZE)
         is_padding = (rest >= start) & (rest < size)
@@ -393,6 +399,10 @@ def _lay_out_kernel(
             strip = tl.where((depth == level) & (longer > 0), longer, strip)
         strip = tl.where(first_child < BLOCK, strip, -strip)
         at = columns + start + place
+        if STRIDE > 0:
+            is_left = (place > count) & (place < STRIDE)
+            for column in tl.static_range(6):
+                tl.store(at + column * room, num_rows if column == 4 else 0, mask=is_left)
         tl.store(at, token, mask=inside)
         tl.store(at + room, parent, mask=inside)
         tl.store(at + 2 * room, place, mask=inside)

@@ -231,8 +231,12 @@ class DeviceRound:
         by_row: Tensor,  # [4, rows] int32, written; rows behind the shape's become 0
         max_context: int,
         draft: Callable[[AddLevel], None] | None,
+        stride: int = 0,
     ) -> None:
-        """Write the step to verify. draft: makes all passes, each under its flag, and adds their nodes."""
+        """Write the step to verify. draft: makes all passes, each under its flag, and adds their nodes.
+
+        stride: see `ranking.lay_out`.
+        """
         inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
         pool_shape = shape.pool(self._levels(rows))
@@ -269,6 +273,7 @@ class DeviceRound:
         ranking.lay_out(
             *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
             shape.tokens,
+            stride,
         )
 
     def _add_level(self, shape: PoolShape, number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
