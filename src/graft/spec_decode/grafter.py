@@ -149,21 +149,19 @@ class Grafter:
         caps: Sequence[int],
         max_depth: int,
         num_prefill_tokens: int = 0,
-        is_quick: bool = False,
         draws: ComingDraws | None = None,
     ) -> Round | None:
         """Begin a round below `roots` [B], the last tokens of `histories`, with copies of earlier text.
 
         None if the round should be plain. caps: by row, the most nodes. num_prefill_tokens: prompt tokens in the same
-        step. is_quick: also with a fixed budget, stop retrieving at twice a row's node budget. draws: what is known of
-        the rows' coming draws; the drafter must know it too.
+        step. draws: what is known of the rows' coming draws; the drafter must know it too.
         """
         num_rows, max_nodes = len(histories), self._max_nodes(caps, max_depth, num_prefill_tokens)
         if max_nodes == 0:
             return None
         salts = [self.salt_of(history) for history in histories]
         candidates = Candidates(roots, [history.ids for history in histories], salts, draws)
-        if self.adapts or is_quick:
+        if self.adapts:
             candidates.most_nodes = max(2 * max_nodes // num_rows, 1)
         round = Round(candidates, histories, caps, max_depth, max_nodes, num_prefill_tokens, [0] * num_rows)
         round.kinds = draws.kinds if draws is not None else [NOT_SAMPLED] * num_rows
@@ -180,21 +178,19 @@ class Grafter:
         passes: Iterator[Sequence[Level]],
         num_beams: int,
         num_made: int | None = None,
-        rows: Sequence[bool] | None = None,
     ) -> None:
         """Add drafted levels to the candidates, while passes pay.
 
         passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_made: passes that
-        another engine has made already: all of them are taken, and no others. rows: the rows to draft for; None: all.
+        another engine has made already: all of them are taken, and no others.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
-        caps = round.caps if rows is None else [cap if own else 0 for cap, own in zip(round.caps, rows, strict=True)]
         first = candidates.width - 1  # retrieved nodes, which levels do not count when they number their parents
         start = time.perf_counter()
         for number in range(self.budget.max_passes if num_made is None else num_made):
-            going = [count == number and cap > 0 for count, cap in zip(round.passes, caps, strict=True)]
+            going = [count == number and cap > 0 for count, cap in zip(round.passes, round.caps, strict=True)]
             if num_made is None:
                 going = self.goes_on(number, reach, going, round.kinds)
             if depth >= round.max_depth or not any(going):
