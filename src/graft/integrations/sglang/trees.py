@@ -34,7 +34,7 @@ from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
 from graft.tree.device.copies import MAX_MATCH
-from graft.tree.device.noise import draft_noise
+from graft.tree.device.noise import DraftDraws
 from graft.tree.device.pool import NO_TOKEN, NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources, packed
 from graft.tree.device.tables import Tables
@@ -356,13 +356,11 @@ class Trees:
         logits: [B * n, V] of the loaded rows. ends: [B] tokens of the texts, with their roots. depth: 1 is the next
         token.
         """
-        noise: tuple[Tensor, ...] = ()
-        num_rows, inputs = len(ends), self.round.inputs
+        draws, num_rows, inputs = None, len(ends), self.round.inputs
         if self._server.knows_noise and num_rows <= self._server.most_rows:
-            own = torch.empty(num_rows, logits.shape[1], device=logits.device)
-            draft_noise(inputs["seeds"], ends, inputs["temperatures"], depth, self._to_target, own)
-            noise = (own, inputs["temperatures"][:num_rows] / _SHARPNESS)
-        tokens, best, total = topk_kernels.highest(logits, topk, *noise)
+            seeds, temperatures = (inputs[name][:num_rows] for name in ("seeds", "temperatures"))
+            draws = DraftDraws(seeds, temperatures / _SHARPNESS, ends + depth - 2, self._to_target)
+        tokens, best, total = topk_kernels.highest(logits, topk, draws)
         return (best - total[:, None]).exp(), tokens.long()
 
     def draw(self, logits: Tensor, best: Tensor, positions: Tensor, rows: Tensor, truncates: bool) -> Tensor:
