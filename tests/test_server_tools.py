@@ -478,6 +478,20 @@ def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text(url, length):
     assert reason == "length" and content == "" and all(name == "clock" for name, _ in calls)
 
 
+def test_a_forced_call_wins_over_a_response_format(url):
+    never = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 5, "maxLength": 2}}}
+    for form in ({"type": "json_object"}, never):
+        assert forced(url, tools=[CLOCK], response_format=form) == ("tool_calls", "", [("clock", "{}")])
+
+
+@pytest.mark.parametrize(("length", "expected"), [(-1, "tool_calls"), (0, "tool_calls"), (-15, "length")])
+def test_a_forced_call_without_the_end_of_its_markup_is_whole(url, length, expected):
+    whole = len('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    reason, content, calls = forced(url, tools=[CLOCK], max_tokens=whole + length)
+    assert (reason, content) == (expected, "")
+    assert calls == [("clock", "{}" if expected == "tool_calls" else "{")]
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_allowed_tools_are_called(url, mode):
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}

@@ -20,6 +20,7 @@ from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
+from graft.server.tool_calls import is_object
 from graft.server.tool_parsers import CallStart, Content, Parser, Piece, PlainText, Reasoning
 
 _EVENT_SIZE = 256  # bytes; padded events are a multiple of it long
@@ -53,13 +54,19 @@ class Answers(ABC):
         tokenizer: Any | None = None,
         parser: Callable[[], Parser] = PlainText,
         echo: Echo | None = None,
+        is_one_call: bool = False,
     ) -> None:
-        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
+        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer.
+
+        is_one_call: each answer is one tool call and nothing else.
+        """
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model_name, self.created = model_name, int(time.time())
         self.jobs, self.echo, self._grammars = jobs, echo or Echo(), grammars
         self.sequences = [sequence for job in jobs for sequence in job.sequences]
-        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
+        self.answers = [
+            Answer(index, sequence, tokenizer, parser(), is_one_call) for index, sequence in enumerate(self.sequences)
+        ]
         self._per_job = len(jobs[0].sequences)
         self._echoed: dict[int, Json] = {}  # log-probabilities of echoed prompts, by job
         self.is_streamed = True  # False: only `whole` is sent
@@ -289,8 +296,10 @@ def _new_call(start: CallStart) -> Json:
 class Answer:
     """One answer: its text, reasoning and tool calls so far, and its rounds if the request asks for them."""
 
-    def __init__(self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser) -> None:
-        self.index, self.sequence = index, sequence
+    def __init__(
+        self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser, is_one_call: bool
+    ) -> None:
+        self.index, self.sequence, self._is_one_call = index, sequence, is_one_call
         self.text = ""
         self.reasoning = ""
         self.calls: list[Json] = []
@@ -311,6 +320,11 @@ class Answer:
         text = self.sequence.text
         return text.num_tokens(self._parser.num_reasoning_chars) if text is not None else 0
 
+    @property
+    def _is_whole_call(self) -> bool:
+        """Whether the answer is one call that lacks nothing but the markup after its arguments."""
+        return self._is_one_call and is_object(self.calls[0]["function"]["arguments"])
+
     def add(self, update: Update) -> tuple[list[Piece], list[Json]]:
         """Add an update. Returns its pieces and rounds."""
         self.is_fresh = False
@@ -327,7 +341,7 @@ class Answer:
             else:
                 self.calls[piece.index]["function"]["arguments"] += piece.text
         self.reason = update.finish_reason
-        if self.reason == "stop" and self.calls:
+        if self.calls and (self.reason == "stop" or (self.reason == "length" and self._is_whole_call)):
             self.reason = "tool_calls"
         if self._spelling is None or update.round is None:
             return pieces, []

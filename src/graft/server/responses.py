@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
 from graft.server.answers import ChatAnswers, dump_json, speculation
-from graft.server.inert_fields import Effort, InertResponses
+from graft.server.inert_fields import Effort, InertFields, InertResponses
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     ChatRequest,
@@ -161,7 +161,7 @@ class ResponsesRequest(RequestBody, InertResponses):
 
     def as_chat(self) -> ResponseChat:
         """This request as a chat completion."""
-        given: Json = {name: getattr(self, name) for name in _SAME}
+        given: Json = {name: getattr(self, name) for name in _SAME if name in self.model_fields_set}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
             given["tools"] = [
@@ -212,9 +212,7 @@ class ResponsesRequest(RequestBody, InertResponses):
         return messages if thought is None else [*messages, _reasoning_message(thought)]
 
 
-_SAME = (
-    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "speculate", "metadata",
-)  # fmt: skip
+_SAME = {"parallel_tool_calls", *RequestBody.model_fields.keys() - InertFields.model_fields.keys()}
 
 
 def _chat_choice(choice: str | ResponseToolChoice | ResponseAllowedTools | None) -> str | Json | None:

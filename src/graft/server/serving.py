@@ -170,6 +170,7 @@ class Serving:
             tokenizer=self.engine.tokenizer if body.return_rounds else None,
             parser=self.parser_for(body, thinks),
             echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
+            is_one_call=body.must_call and body.max_calls == 1,
         )
         kept = self.template.kept_ids(bool(body.callable), thinks)
         return await self.answer(body, [prompt], request, spec, make, arrived, kept)
