@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from graft.bench.shapes import SHAPES, Shape
 from graft.bench.tasks import Question, built_in_tasks, questions, read_tasks
-from graft.hub.drafters import packaged_head
+from graft.hub.draft_names import packaged_head
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
 

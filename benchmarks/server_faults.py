@@ -172,9 +172,9 @@ def mixed(count: int, options: list[str], port: int) -> None:
     options = ["--dtype", "fp32", "--max-cache-tokens", "4096", "--timeout", "60", *options]
     load = Load(f"http://127.0.0.1:{port}", count)
     users = [threading.Thread(target=load.work, args=(number,), daemon=True) for number in range(8)]
-    for user in users:
-        user.start()
     with server(options, port, [__file__, "serve-with-faults", "0"]) as (process, _):
+        for user in users:
+            user.start()
         load.watch(count // 2, process)
         process.send_signal(signal.SIGTERM)
         say("told to stop under load: exit status", process.wait(90), -signal.SIGTERM, 0)
@@ -258,7 +258,7 @@ class Load:
                     self.seen[status] += 1
             if status not in (429, 503):
                 return status, text
-            time.sleep(0.5)
+            time.sleep(2)
 
     def watch(self, until: int, process: subprocess.Popen[bytes]) -> None:
         """Wait until so many requests are done. From the first quarter on, the server's memory may not grow by 5 %."""

@@ -9,10 +9,11 @@ import torch
 
 import graft
 from graft import load
+from graft.hub.draft_names import NONE
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import drafters
-from graft.tuning.drafters import NONE, Measured, best_draft, known_results, remember, split_prompts
+from graft.tuning.drafters import Measured, best_draft, known_results, remember, split_prompts
 from graft.tuning.profile import About
 from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
