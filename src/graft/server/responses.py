@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
-from graft.server.answers import ChatAnswers, dump_json, speculation
+from graft.server.answers import ChatAnswers, event_data, speculation
 from graft.server.inert_fields import Effort, InertFields, InertResponses
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
@@ -16,6 +16,7 @@ from graft.server.schema import (
     FunctionChoice,
     FunctionTool,
     JsonSchema,
+    Length,
     RequestBody,
     StreamOptions,
 )
@@ -150,7 +151,7 @@ class ResponsesRequest(RequestBody, InertResponses):
         ]
     )
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_output_tokens: Length | None = None
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
@@ -278,7 +279,7 @@ class ResponseAnswers(ChatAnswers):
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
         padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
-        return f"event: {chunk['type']}\n".encode() + b"data: " + dump_json(chunk, padded) + b"\n\n"
+        return f"event: {chunk['type']}\n".encode() + b"data: " + event_data(chunk, padded) + b"\n\n"
 
     def _numbered(self, event: Json) -> Json:
         self._num_events += 1

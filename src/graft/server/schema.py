@@ -19,7 +19,7 @@ _Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100
 _Variables = Annotated[dict[Text, bool | int | float | Text], InParts]
 _StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the end of the text at every token
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-_Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 _NumLogprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
 _Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
@@ -85,7 +85,7 @@ class RequestBody(InertFields):
 class Sampling(RequestBody, InertSampling):
     """More fields of both kinds of completion."""
 
-    max_tokens: _Length | None = None
+    max_tokens: Length | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -135,19 +135,18 @@ class Sampling(RequestBody, InertSampling):
         """The grammar of the answer, if there is one."""
         if self.response_schema is not None:
             return GrammarSpec.schema(self.response_schema, self.format_field)
-        asked = self.structured_outputs or StructuredOutputs.model_construct()
-        if self.guided_json is not None:
-            return GrammarSpec.schema(self.guided_json, "guided_json")
+        asked = self.structured_outputs or StructuredOutputs.model_construct(
+            json_=self.guided_json, regex=self.guided_regex, choice=self.guided_choice
+        )
+
+        def param(kind: str) -> str:
+            return "structured_outputs" if self.structured_outputs is not None else f"guided_{kind}"
+
         if asked.json_ is not None:
-            return GrammarSpec.schema(asked.json_, "structured_outputs")
-        regex, choice = self.guided_regex or asked.regex, self.guided_choice or asked.choice
-        if regex is not None:
-            return GrammarSpec(
-                "regular expression", regex, "guided_regex" if self.guided_regex else "structured_outputs"
-            )
-        if choice is not None:
-            return GrammarSpec.choice(choice, "guided_choice" if self.guided_choice else "structured_outputs")
-        return None
+            return GrammarSpec.schema(asked.json_, param("json"))
+        if asked.regex is not None:
+            return GrammarSpec("regular expression", asked.regex, param("regex"))
+        return None if asked.choice is None else GrammarSpec.choice(asked.choice, param("choice"))
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -340,7 +339,7 @@ class ChatPrompt(Strict):
 
 class ChatRequest(Sampling, ChatPrompt, InertChat):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: _Length | None = None  # goes before max_tokens
+    max_completion_tokens: Length | None = None  # goes before max_tokens
     logprobs: Bool | None = False
     top_logprobs: _NumLogprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
