@@ -454,6 +454,8 @@ def forced(url, **body):
     choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     content = "".join(choice["delta"].get("content") or "" for choice in choices)
     streamed = [["", ""] for _ in calls]
+    for parts in (choice["delta"].get("tool_calls", ()) for choice in choices):
+        assert len({part["index"] for part in parts}) == len(parts), "a chunk has one entry for each call"
     for part in (part for choice in choices for part in choice["delta"].get("tool_calls", ())):
         for place, key in enumerate(("name", "arguments")):
             streamed[part["index"]][place] += part["function"].get(key, "")

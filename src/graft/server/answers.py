@@ -206,14 +206,19 @@ class ChatAnswers(Answers):
 
     def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
         delta: Json = {}
+        calls: dict[int, Json] = {}  # one entry each: some clients read only the first of a chunk
         for piece in pieces:
             if isinstance(piece, Content):
                 delta["content"] = delta.get("content", "") + piece.text
             elif isinstance(piece, Reasoning):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            elif isinstance(piece, CallStart):
+                calls[piece.index] = {"index": piece.index, **_new_call(piece)}
             else:
-                call = _new_call(piece) if isinstance(piece, CallStart) else {"function": {"arguments": piece.text}}
-                delta.setdefault("tool_calls", []).append({"index": piece.index, **call})
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self) -> list[Json]:
