@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from graft.bench.shapes import SHAPES, Shape
 from graft.bench.tasks import Question, built_in_tasks, questions, read_tasks
-from graft.hub.drafters import packaged_head
+from graft.hub.draft_names import packaged_head
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
 
@@ -177,12 +177,14 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 @contextmanager
-def server(options: Sequence[str], port: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
-    """A running `graft serve` process and a client of it."""
+def server(
+    options: Sequence[str], port: int | None = None, program: Sequence[str] = ("-m", "graft")
+) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
+    """A running `graft serve` process and a client of it. program: what Python runs as `graft`."""
     import httpx2
 
     port = port or free_port()
-    command = [sys.executable, "-m", "graft", "serve", "--port", str(port), *options]
+    command = [sys.executable, *program, "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
         try:

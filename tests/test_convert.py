@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graft.hub.convert import convert_gguf
+from graft.hub.draft_names import is_here
 from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, readable_size
-from graft.tuning.drafters import full_name, is_here
+from graft.tuning.drafters import full_name
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc"]
 HIDDEN = 8

@@ -9,10 +9,12 @@ import torch
 
 import graft
 from graft import load
+from graft.hub.draft_names import NONE, description
+from graft.hub.drafters import NAMED
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import drafters
-from graft.tuning.drafters import NONE, Measured, best_draft, known_results, remember, split_prompts
+from graft.tuning.drafters import Measured, best_draft, known_results, remember, split_prompts
 from graft.tuning.profile import About
 from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -114,6 +116,10 @@ def test_prompts_that_repeat_are_not_measured_because_their_answers_would_be_rec
     prompts = [[number] for number in range(1, 6)]
     lessons, trials = split_prompts([*prompts, *prompts])
     assert sorted(lessons + trials) == prompts and len(trials) == 1
+
+
+def test_every_drafter_that_is_made_from_the_target_is_described():
+    assert {description(name, "x") for name in NAMED}.isdisjoint({"a head or a model", "no longer there"})
 
 
 def test_the_core_knows_no_kind_of_drafter_by_name():

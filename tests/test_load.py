@@ -20,7 +20,7 @@ from transformers import (
 import graft
 from graft.errors import GraftError, ModelError
 from graft.hub import load as loading
-from graft.hub.drafters import packaged_head_of
+from graft.hub.draft_names import packaged_head_of
 from graft.hub.load import load_model
 from graft.hub.manifest import write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS

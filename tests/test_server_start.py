@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from gates import PATIENCE, Gate
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
+from graft.hub.registry import DEFAULT_MODEL
 from graft.server.app import make_app
 from graft.server.connection import make_server
 from graft.server.gateway import Gateway
@@ -70,9 +72,17 @@ def test_help_and_wrong_arguments_of_every_verb_are_answered_without_torch(tmp_p
             ("train", "--out", str(tmp_path), "--prompts", "/nope"): "cannot read /nope",
             ("train", "--out", str(tmp_path), "--prompts", "/nope", "--kind", "nope"): "unknown kind 'nope'",
             ("drafters", "nope"): "unknown model 'nope'",
+            ("drafters",): "",  # of a model that is pulled, while nothing has been measured
+            ("load-check", "nope"): "no drafter at 'nope': it is neither packaged, nor a local folder, nor a hub id",
+            ("load-check", "smollm2-135m", "--model", "nope"): "unknown model 'nope'",
+            ("export-head", "nope", str(tmp_path / "out")): "no drafter at 'nope'",
+            ("index", "info", str(tmp_path)): "holds no index",
+            ("doctor", "--model", "nope"): "",  # it answers on stdout
         }
         given = [sys.executable, "-c", COMMANDS, json.dumps(list(cases))]
-        finished = subprocess.run(given, capture_output=True, text=True)
+        (tmp_path / "models" / DEFAULT_MODEL).mkdir(parents=True)
+        environment = {**os.environ, "GRAFT_HOME": str(tmp_path)}
+        finished = subprocess.run(given, capture_output=True, text=True, env=environment)
     heard = [json.loads(line) for line in finished.stdout.splitlines()]
     assert len(heard) == len(cases), finished.stderr
     for words, expected, (error, needed_torch) in zip(cases, cases.values(), heard, strict=True):

@@ -454,6 +454,8 @@ def forced(url, **body):
     choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
     content = "".join(choice["delta"].get("content") or "" for choice in choices)
     streamed = [["", ""] for _ in calls]
+    for parts in (choice["delta"].get("tool_calls", ()) for choice in choices):
+        assert len({part["index"] for part in parts}) == len(parts), "a chunk has one entry for each call"
     for part in (part for choice in choices for part in choice["delta"].get("tool_calls", ())):
         for place, key in enumerate(("name", "arguments")):
             streamed[part["index"]][place] += part["function"].get(key, "")
@@ -476,6 +478,20 @@ def test_a_forced_answer_that_is_cut_has_no_markup_in_its_text(url, length):
     body = {"tools": [CLOCK], "logit_bias": {"2": -50}, "parallel_tool_calls": True}
     reason, content, calls = forced(url, max_tokens=length, **body)
     assert reason == "length" and content == "" and all(name == "clock" for name, _ in calls)
+
+
+def test_a_forced_call_wins_over_a_response_format(url):
+    never = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 5, "maxLength": 2}}}
+    for form in ({"type": "json_object"}, never):
+        assert forced(url, tools=[CLOCK], response_format=form) == ("tool_calls", "", [("clock", "{}")])
+
+
+@pytest.mark.parametrize(("length", "expected"), [(-1, "tool_calls"), (0, "tool_calls"), (-15, "length")])
+def test_a_forced_call_without_the_end_of_its_markup_is_whole(url, length, expected):
+    whole = len('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    reason, content, calls = forced(url, tools=[CLOCK], max_tokens=whole + length)
+    assert (reason, content) == (expected, "")
+    assert calls == [("clock", "{}" if expected == "tool_calls" else "{")]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

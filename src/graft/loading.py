@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter, packaged_head_of
+from graft.hub.draft_names import NONE, packaged_head_of
+from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter
 from graft.hub.registry import DEFAULT_MODEL
 from graft.load_options import check_load_options
 from graft.model.support import check_supported, usable_model
@@ -20,7 +21,7 @@ from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.tuning import learned
-from graft.tuning.drafters import NONE, best_draft, best_variant
+from graft.tuning.drafters import best_draft, best_variant
 from graft.tuning.profile import About, Profile, equip
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -162,7 +162,7 @@ def bench(
 
 def _head_name(draft: str, model_name: str) -> str | None:
     """The head to load. Unlike elsewhere, a CPU also uses the packaged head: most methods need one."""
-    from graft.hub.drafters import packaged_head_of
+    from graft.hub.draft_names import packaged_head_of
 
     if draft == "auto":
         return packaged_head_of(model_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +38,8 @@ def serve(
 
     [dim]Example:[/] graft bench serve --requests 100 --concurrency 16
     """
+    import asyncio
+
     try:
         from graft.bench.load import LoadSettings, load_test
     except ImportError as error:

@@ -113,7 +113,8 @@ def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> l
 
 
 def _drafters_of(engine: Engine, name: str) -> str:
-    from graft.tuning.drafters import NONE, drafts_for
+    from graft.hub.draft_names import NONE
+    from graft.tuning.drafters import drafts_for
 
     found = [draft for draft in drafts_for(name, engine.target.model) if draft != NONE]
     used = "no drafter" if engine.drafter is None else type(engine.drafter).__name__

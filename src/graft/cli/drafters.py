@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graft.cli.options import MODEL, Given, Group, takes
 from graft.cli.terminal import check_loading, load_engine
+from graft.home import graft_home, model_folder
+from graft.hub.draft_names import EARLY_EXIT, NONE, description, packaged_head_of, smaller_models
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+
+if TYPE_CHECKING:
+    from graft.tuning.drafters import Measured
 
 LOADED: Group = {name: MODEL[name] for name in ("device", "dtype")}
 
@@ -28,42 +34,43 @@ def drafters(
     """
     check_loading({"model": model})
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from graft.hub.drafters import packaged_head_of
-    from graft.tuning.drafters import NONE, best_draft, drafts_for, known_results
+    if (names := _unmeasured(model)) is not None:
+        _show(model, names, {}, packaged_head_of(model) or NONE)
+        return
+    from graft.tuning.drafters import best_draft, drafts_for, known_results
     from graft.tuning.profile import About
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
     results = {each.draft: each for each in known_results(about)}
-    usual = packaged_head_of(model) or NONE
-    chosen = best_draft(about) or usual
+    chosen = best_draft(about) or packaged_head_of(model) or NONE
+    _show(model, drafts_for(model, engine.target.model), results, chosen)
+
+
+def _unmeasured(model: str) -> list[str] | None:
+    """The drafters of a pulled model, if nothing has been measured yet; None: the model has to be loaded.
+
+    Results are kept for a model's weights and for the machine as torch sees it.
+    """
+    known = PACKAGED_MODELS.get(model)
+    if known is None or not model_folder(model).is_dir() or any((graft_home() / "drafters").glob("*.json")):
+        return None
+    head = packaged_head_of(model)
+    return [NONE, *([head] if head else []), EARLY_EXIT, *smaller_models(model, known.converted_bytes)]
+
+
+def _show(model: str, names: list[str], results: Mapping[str, Measured], chosen: str) -> None:
+    """Print the list: the drafter that is chosen first, then those that were measured."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("speed", "accepted", "passes", "measured", "--draft", "what it is")
-    names = drafts_for(model, engine.target.model)
     for name in sorted(names, key=lambda name: (name != chosen, name not in results)):
         figures = [""] * 4
         if found := results.get(name):
             figures = [f"{found.speed:.2f}", f"{found.mean_accepted:.2f}", f"{found.passes:.2f}", found.date]
-        table.add_row(*figures, name, _description(name, model))
+        table.add_row(*figures, name, description(name, model))
     Console().print(table)
     print(f"--draft auto uses {chosen}.")
     if not results:
         print("Nothing has been measured on this machine yet: run graft tune --draft NAME --prompts FILE.")
-
-
-def _description(draft: str, model: str) -> str:
-    """A drafter in a few words."""
-    from graft.hub.drafters import NAMED, name_of, packaged_head_of
-    from graft.tuning.drafters import NONE, is_here
-
-    if draft == NONE:
-        return "retrieval only"
-    if draft == packaged_head_of(model):
-        return "the packaged head"
-    if name_of(draft) in NAMED:
-        return NAMED[name_of(draft)].what
-    if draft in PACKAGED_MODELS:
-        return "a small model" if is_here(draft) else f"a small model: graft pull {draft}"
-    return "a head or a model" if is_here(draft) else "no longer there"

@@ -1,18 +1,19 @@
 """`graft export-head`: a draft head in the format of another engine, with a model card."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from graft.hub.registry import DEFAULT_MODEL
+from graft.hub.draft_names import check_place, packaged_head
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, check_model_name
 from graft.settings import require
 
 
 def export_head(
     head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or packaged name.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
-    to: Annotated[str, typer.Option(help="sglang, vllm or speculators.")] = "sglang",
+    to: Annotated[Literal["sglang", "vllm", "speculators"], typer.Option(help="The engine.")] = "sglang",
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
     name: Annotated[
         str | None, typer.Option(help="The target's name on the card. [dim]\\[default: its hub id][/]")
@@ -32,10 +33,11 @@ def export_head(
 
     [dim]Example:[/] graft export-head my-head ./for-sglang --to sglang --model meta-llama/Llama-3.1-8B-Instruct
     """
-    from graft.hub.drafters import packaged_head
+    check_place(head)
+    check_model_name(model)
+
     from graft.hub.export import export_head as export
     from graft.hub.load import load_config
-    from graft.hub.registry import PACKAGED_MODELS
 
     called = name or (PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else model)
     require(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.cli.terminal import print_facts
-from graft.hub.registry import DEFAULT_MODEL
+from graft.hub.draft_names import check_place, packaged_head
+from graft.hub.registry import DEFAULT_MODEL, check_model_name
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ def load_check(
 
     [dim]Example:[/] graft load-check ./my-head --model smollm2-135m
     """
+    check_place(head)
+    check_model_name(model)
+
     import torch
 
     from graft.home import is_gguf
-    from graft.hub.drafters import packaged_head
     from graft.hub.load import load_config
     from graft.spec_decode.proposers import block, eagle3
     from graft.spec_decode.proposers.checkpoints import folder_of

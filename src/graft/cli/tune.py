@@ -64,7 +64,8 @@ def tune(
     )
     check_loading(loading)
 
-    from graft.hub.drafters import NAMED, packaged_head_of
+    from graft.hub.draft_names import packaged_head_of
+    from graft.hub.drafters import NAMED
     from graft.loading import load
     from graft.tuning.drafters import full_name, measure, remember, split_prompts
     from graft.tuning.profile import profile_path

@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.errors import GraftError
-from graft.home import check_no_adapter, is_gguf, is_hub_id
-from graft.hub.manifest import packaged_name
-from graft.hub.registry import PACKAGED_MODELS, suggestion
+from graft.home import is_gguf
+from graft.hub.draft_names import check_place, packaged_head
+from graft.hub.registry import PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.support import usable_model
@@ -38,14 +37,12 @@ from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vo
 from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
 AnyDrafter = Eagle3Drafter | BlockDrafter | MtpDrafter | SmallModelDrafter
-_HEADS = Path(__file__).parents[1] / "heads"
 
 
 @dataclass(frozen=True)
 class NamedDrafter:
     """A drafter made from the target itself. It is called NAME, or NAME:VARIANT if there are several."""
 
-    what: str  # a short description
     is_for: Callable[[PreTrainedModel], bool]
     load: Callable[[str, PreTrainedModel, TreeSettings | None, Any | None], AnyDrafter]  # the last is a tokenizer
     check: Callable[[str], object] = lambda draft: None  # raises a GraftError for an unknown VARIANT
@@ -66,9 +63,8 @@ def _load_exit(draft: str, model: PreTrainedModel, tree: TreeSettings | None, to
 
 
 NAMED = {
-    mtp.MTP: NamedDrafter("the MTP head in its checkpoint", mtp.has_head, _load_mtp),
+    mtp.MTP: NamedDrafter(mtp.has_head, _load_mtp),
     early_exit.EARLY_EXIT: NamedDrafter(
-        "its first layers",
         lambda model: True,
         _load_exit,
         early_exit.named_layer,
@@ -91,18 +87,8 @@ def check_draft(draft: str) -> None:
     elif draft.endswith(".gguf"):
         require(is_gguf(draft), f"no drafter at {draft}: there is no such file")
     else:
-        _check_place(draft)
+        check_place(draft, NAMED)
         read_config(folder_of(draft, ("config.json",)))
-
-
-def _check_place(draft: str) -> None:
-    """Raise a GraftError for a name that can be neither a folder nor a hub id, and for a PEFT adapter's folder."""
-    path = Path(draft).expanduser()
-    if path.is_dir():
-        check_no_adapter(path)
-    elif not path.exists() and not is_hub_id(draft):
-        kinds = f"neither {' nor '.join(NAMED)}, nor packaged, nor a local folder, nor a hub id (owner/name)"
-        raise GraftError(f"no drafter at {draft!r}: it is {kinds}; {suggestion(draft, NAMED)}")
 
 
 def is_possible(draft: str, model: PreTrainedModel) -> bool:
@@ -199,15 +185,3 @@ def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:
     config = read_config(folder)
     width = config.get("target_hidden_size") or config["hidden_size"]
     return folder if width == model.config.get_text_config().hidden_size else None
-
-
-def packaged_head(name: str) -> Path | None:
-    """The folder of the head for the packaged model of this name, if the package has one."""
-    folder = _HEADS / name
-    return folder if name in PACKAGED_MODELS and folder.is_dir() else None
-
-
-def packaged_head_of(model: str) -> str | None:
-    """The name of the packaged head for a model: a packaged one, by its name or by the folder that `pull` made."""
-    name = model if model in PACKAGED_MODELS else packaged_name(Path(model).expanduser())
-    return name if name is not None and packaged_head(name) is not None else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,20 +17,12 @@ from graft.request.sequence import FinishReason, TokenLogprob
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Stats
 from graft.server.grammar import Grammars
-from graft.server.refusals import Json, RefusedError
+from graft.server.refusals import Json, RefusedError, dump_json
 from graft.server.schema import StreamOptions
+from graft.server.tool_calls import is_object
 from graft.server.tool_parsers import CallStart, Content, Parser, Piece, PlainText, Reasoning
 
 _EVENT_SIZE = 256  # bytes; padded events are a multiple of it long
-
-
-@dataclass(frozen=True)
-class Echo:
-    """What a response repeats of its prompts."""
-
-    texts: Sequence[str] = ()  # of the prompts; the answers begin with them
-    is_prompt_only: bool = False  # the answers themselves are not wanted
-    with_prompt_logprobs: bool = False
 
 
 class Answers(ABC):
@@ -50,19 +41,30 @@ class Answers(ABC):
         model_name: str,
         grammars: Grammars,
         jobs: list[Job],
+        *,
         tokenizer: Any | None = None,
         parser: Callable[[], Parser] = PlainText,
-        echo: Echo | None = None,
+        is_one_call: bool = False,
+        echoed: Sequence[str] = (),
+        is_prompt_only: bool = False,
+        with_prompt_logprobs: bool = False,
+        is_streamed: bool = True,
     ) -> None:
-        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
+        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer.
+
+        is_one_call: each answer is one tool call and nothing else. echoed: the prompts, with which the answers begin.
+        is_prompt_only: the answers themselves are not wanted. is_streamed: otherwise only `whole` is sent.
+        """
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model_name, self.created = model_name, int(time.time())
-        self.jobs, self.echo, self._grammars = jobs, echo or Echo(), grammars
+        self.jobs, self._grammars, self._echoed, self._is_streamed = jobs, grammars, echoed, is_streamed
+        self._is_prompt_only, self._with_prompt_logprobs = is_prompt_only, with_prompt_logprobs
         self.sequences = [sequence for job in jobs for sequence in job.sequences]
-        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
+        self.answers = [
+            Answer(index, sequence, tokenizer, parser(), is_one_call) for index, sequence in enumerate(self.sequences)
+        ]
         self._per_job = len(jobs[0].sequences)
-        self._echoed: dict[int, Json] = {}  # log-probabilities of echoed prompts, by job
-        self.is_streamed = True  # False: only `whole` is sent
+        self._echoed_logprobs: dict[int, Json] = {}  # by job
 
     # The format
 
@@ -101,7 +103,7 @@ class Answers(ABC):
     @property
     def usage(self) -> Json:
         prompt = sum(job.sequences[0].num_prompt_tokens for job in self.jobs)
-        new = 0 if self.echo.is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
+        new = 0 if self._is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -127,30 +129,30 @@ class Answers(ABC):
         """A chunk as a server-sent event."""
         if options.continuous_usage_stats and "choices" in chunk:
             chunk = {**chunk, "usage": self.usage}
-        return b"data: " + dump_json(chunk, bool(options.include_obfuscation)) + b"\n\n"
+        return b"data: " + event_data(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
     def answer_of(self, job: int, update: Update) -> Answer:
         return self.answers[job * self._per_job + update.index]
 
     def size_of_echo(self, job: int, update: Update) -> int:
         """Characters and log-probabilities of the prompt that the chunks of an update repeat."""
-        if not self.echo.texts or not self.answer_of(job, update).is_fresh:
+        if not self._echoed or not self.answer_of(job, update).is_fresh:
             return 0
-        return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
+        return len(self._echoed[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
 
     def chunks_for(self, job: int, update: Update) -> list[Json]:
         """Add an update to its answer. Returns the chunks to send."""
         answer = self.answer_of(job, update)
         is_first = answer.is_fresh
-        if self.echo.is_prompt_only:
+        if self._is_prompt_only:
             reason: FinishReason | None = "length" if update.finish_reason is not None else None
             update = replace(update, text="", logprobs=[], finish_reason=reason)
         (pieces, rounds), offset = answer.add(update), answer.num_spelt_chars
         logprobs = None
-        if is_first and self.echo.texts:
-            pieces.insert(0, Content(self.echo.texts[job]))
-        asked = self.is_streamed and answer.sequence.settings.logprobs is not None
-        if asked and (update.logprobs or (is_first and self.echo.texts)):
+        if is_first and self._echoed:
+            pieces.insert(0, Content(self._echoed[job]))
+        asked = self._is_streamed and answer.sequence.settings.logprobs is not None
+        if asked and (update.logprobs or (is_first and self._echoed)):
             logprobs = self.logprobs(answer, update.logprobs, offset, is_first)
             answer.num_spelt_chars += sum(len(self.spell(token.token)) for token in update.logprobs)
         if not (pieces or logprobs or rounds or answer.reason):
@@ -174,14 +176,14 @@ class Answers(ABC):
 
     def whole(self) -> Json:
         choices = []
-        of_prompts = [self.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
+        of_prompts = [self.prompt_logprobs(job) for job in self.jobs] if self._with_prompt_logprobs else []
         for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
-            new = [] if self.echo.is_prompt_only else sequence.logprobs
+            new = [] if self._is_prompt_only else sequence.logprobs
             choice = self.choice(answer, self.logprobs(answer, new, 0, True) if asked else None)
-            if self.echo.texts:
-                choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
+            if self._echoed:
+                choice["text"] = self._echoed[answer.index // self._per_job] + choice["text"]
             if of_prompts:
                 choice["prompt_logprobs"] = of_prompts[answer.index // self._per_job]
             choice["speculation"] = speculation(sequence.stats)
@@ -204,14 +206,19 @@ class ChatAnswers(Answers):
 
     def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
         delta: Json = {}
+        calls: dict[int, Json] = {}  # one entry each: some clients read only the first of a chunk
         for piece in pieces:
             if isinstance(piece, Content):
                 delta["content"] = delta.get("content", "") + piece.text
             elif isinstance(piece, Reasoning):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            elif isinstance(piece, CallStart):
+                calls[piece.index] = {"index": piece.index, **_new_call(piece)}
             else:
-                call = _new_call(piece) if isinstance(piece, CallStart) else {"function": {"arguments": piece.text}}
-                delta.setdefault("tool_calls", []).append({"index": piece.index, **call})
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self) -> list[Json]:
@@ -251,12 +258,12 @@ class TextAnswers(Answers):
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
-        if not self.echo.texts:
+        if not self._echoed:
             return self._spelt(tokens, text_offset)
         number = answer.index // self._per_job
-        if number not in self._echoed:
-            self._echoed[number] = self.echoed_logprobs(number)
-        before = self._echoed[number]
+        if number not in self._echoed_logprobs:
+            self._echoed_logprobs[number] = self.echoed_logprobs(number)
+        before = self._echoed_logprobs[number]
         new = self._spelt(tokens, text_offset + before["text_offset"][-1] + len(before["tokens"][-1]))
         return {name: [*before[name], *new[name]] for name in new} if is_first else new
 
@@ -289,8 +296,10 @@ def _new_call(start: CallStart) -> Json:
 class Answer:
     """One answer: its text, reasoning and tool calls so far, and its rounds if the request asks for them."""
 
-    def __init__(self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser) -> None:
-        self.index, self.sequence = index, sequence
+    def __init__(
+        self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser, is_one_call: bool
+    ) -> None:
+        self.index, self.sequence, self._is_one_call = index, sequence, is_one_call
         self.text = ""
         self.reasoning = ""
         self.calls: list[Json] = []
@@ -311,6 +320,11 @@ class Answer:
         text = self.sequence.text
         return text.num_tokens(self._parser.num_reasoning_chars) if text is not None else 0
 
+    @property
+    def _is_whole_call(self) -> bool:
+        """Whether the answer is one call that lacks nothing but the markup after its arguments."""
+        return self._is_one_call and is_object(self.calls[0]["function"]["arguments"])
+
     def add(self, update: Update) -> tuple[list[Piece], list[Json]]:
         """Add an update. Returns its pieces and rounds."""
         self.is_fresh = False
@@ -327,7 +341,7 @@ class Answer:
             else:
                 self.calls[piece.index]["function"]["arguments"] += piece.text
         self.reason = update.finish_reason
-        if self.reason == "stop" and self.calls:
+        if self.calls and (self.reason == "stop" or (self.reason == "length" and self._is_whole_call)):
             self.reason = "tool_calls"
         if self._spelling is None or update.round is None:
             return pieces, []
@@ -354,11 +368,10 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
     }
 
 
-def dump_json(content: Json, is_padded: bool = False) -> bytes:
+def event_data(content: Json, is_padded: bool = False) -> bytes:
     """JSON of an event. Padding hides how much text it has."""
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if not is_padded:
-        return data
+        return dump_json(content)
     size = len(dump_json({**content, "obfuscation": ""}))
     return dump_json({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
 

@@ -24,12 +24,12 @@ from graft.errors import ContextError, GraftError
 from graft.server import openapi
 from graft.server.chat import ChatTemplate
 from graft.server.grammar import Grammars
-from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal, note_refusal
+from graft.server.guard import OPEN, PAGE_FILES, Guard, record_refusal
 from graft.server.metrics import Metrics
 from graft.server.refusals import Json, RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from graft.server.serving import AsciiJson, Serving
+from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
 from graft.server.startup import Startup
 from graft.settings import require
@@ -203,10 +203,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     else:  # this runs outside the middleware that adds request ids
         name = request.scope.get("graft.id", "")
         refusal = RefusedError(500, "the request failed; the server's log says why", x_request_id=name)
-    note_refusal(request.scope, refusal)
-    if not refusal.is_counted:
-        count_refusal(request.scope, refusal.status)
-    return AsciiJson(refusal.body, refusal.status, refusal.headers)
+    record_refusal(request.scope, refusal)
+    return refusal.response
 
 
 def _named(error: RequestValidationError) -> RefusedError:

@@ -8,8 +8,6 @@ them first, with an error.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 from collections.abc import Callable
 from socket import socket
@@ -19,7 +17,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from graft.server.refusals import error_body, new_request_id
+from graft.server.logs import log_request
+from graft.server.refusals import dump_json, error_body, new_request_id
 from graft.server.settings import ServeSettings
 
 # Seconds until an idle connection is closed. Clients and proxies close theirs earlier (usually after 5 or 60), so none
@@ -28,8 +27,6 @@ _KEEP_ALIVE = 75
 GRACE = 3.0  # seconds that clients have to read the last events when the server stops
 EVENT_STREAM = "graft.event_stream"  # key of a request's scope: whether its answer is a stream of events
 _FIRST_PROBE, _LAST_PROBE = 0.05, 5.0  # seconds between probes of a client that has stopped sending
-
-log = logging.getLogger("graft.server")
 
 
 class TimedProtocol(H11Protocol):
@@ -118,15 +115,14 @@ class TimedProtocol(H11Protocol):
             if self.conn.their_state is h11.SEND_BODY:  # its handler waits for the rest: end it
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
-            body, request_id = json.dumps(error_body(status, message)).encode(), new_request_id()
+            body, request_id = dump_json(error_body(status, message)), new_request_id()
             headers = {
                 "content-type": "application/json",
                 "content-length": str(len(body)),
                 "connection": "close",
                 "x-request-id": request_id,
             }
-            fields = {"request_id": request_id, "status": status, "reason": message}
-            log.info("%s - %d %s", request_id, status, message, extra={"fields": fields})
+            log_request(request_id, None, status, message, reason=message)
             head = h11.Response(status_code=status, headers=list(headers.items()))
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

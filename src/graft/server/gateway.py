@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from graft.server.guard import Guard, count_refusal, note_refusal
+from graft.server.guard import Guard, record_refusal
 from graft.server.metrics import Metrics
 from graft.server.refusals import RefusedError
 from graft.server.settings import ServeSettings
@@ -109,7 +109,6 @@ class Gateway:
         else:
             stopping = RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
             refusal = stopping if self._is_stopping else self.startup.refusal(status)
-            count_refusal(scope, refusal.status)
-            note_refusal(scope, refusal)
-            response = JSONResponse(refusal.body, refusal.status, refusal.headers)
+            record_refusal(scope, refusal)
+            response = refusal.response
         await response(scope, receive, send)

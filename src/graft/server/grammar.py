@@ -12,9 +12,9 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -196,26 +196,23 @@ class _Threads:
             await asyncio.wait_for(self._free.acquire(), seconds)
         except TimeoutError:
             raise SchemasBusyError("the server is busy compiling slow JSON schemas") from None
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        loop, answer = asyncio.get_running_loop(), Future[T]()
+        answer.set_running_or_notify_cancel()  # it cannot be cancelled: its thread is free when it is done
 
-        def end(finish: Callable[[], None]) -> None:
-            self._free.release()
-            if not answer.done():  # somebody still waits
-                finish()
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._free.release)
 
         def run() -> None:
             try:
-                result = work()
-                finish: Callable[[], None] = lambda: answer.set_result(result)  # noqa: E731
+                answer.set_result(work())
             except Exception as error:
-                finish = partial(answer.set_exception, error)
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(end, finish)
+                answer.set_exception(error)
 
+        answer.add_done_callback(release)
         try:
             threading.Thread(target=run, name="graft-schema", daemon=True).start()
         except BaseException:
             self._free.release()
             raise
-        return await asyncio.wait_for(answer, seconds)
+        return await asyncio.wait_for(asyncio.wrap_future(answer), seconds)

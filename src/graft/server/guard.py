@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.logs import log_request
@@ -78,15 +77,18 @@ class Guard:
         is_told = status >= 400 and path != "/health" and not scope.get("graft.is_logged")
         if self._logs_all or is_told:
             reason = scope.get("graft.message" if self._logs_messages else "graft.reason", "")
-            log_request(scope["graft.id"], scope.get("graft.key_name"), method, path, status, seconds, reason)
+            words = f"{method} {path} {seconds:.3f} s" + (f": {reason}" if reason else "")
+            log_request(
+                scope["graft.id"], scope.get("graft.key_name"), status, words, method=method, path=path,
+                seconds=round(seconds, 3), reason=reason,
+            )  # fmt: skip
 
     async def _handle(self, scope: Scope, receive: Receive, named: Send) -> None:
         headers = Headers(scope=scope)
 
         async def refuse(refusal: RefusedError) -> None:
-            count_refusal(scope, refusal.status)
-            note_refusal(scope, refusal)
-            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
+            record_refusal(scope, refusal)
+            await refusal.response(scope, receive, named)
 
         if self._hosts and not self._is_known_host(headers.get("host", "")):
             await refuse(RefusedError(400, "this Host is not allowed here: see --allowed-hosts", reason="host"))
@@ -120,7 +122,7 @@ class Guard:
                 await named(message)
             elif message["type"] == "http.response.start":
                 note_refusal(scope, too_large)
-                await JSONResponse(too_large.body, 413)(scope, receive, named)
+                await too_large.response(scope, receive, named)
 
         await self._app(scope, counted, unless_too_large)
 
@@ -138,12 +140,12 @@ class Guard:
         return digest if scheme.lower() == "bearer" and any(matches) else None
 
 
-def count_refusal(scope: Scope, status: int) -> None:
-    """Count a request that was refused before decoding."""
-    if scope.get("graft.too_large"):
-        status = 413  # whatever the app made of the incomplete body
-    if scope["path"].startswith(_COUNTED):
-        scope["graft.metrics"].failed(reason_for(status))
+def record_refusal(scope: Scope, refusal: RefusedError) -> None:
+    """Leave the reason for the log line, and count the request unless it was decoded, and counted, already."""
+    note_refusal(scope, refusal)
+    if scope["path"].startswith(_COUNTED) and not refusal.is_counted:
+        # A body that is too large comes incomplete to the app, which may have any objection.
+        scope["graft.metrics"].failed(reason_for(413 if scope.get("graft.too_large") else refusal.status))
 
 
 def note_refusal(scope: Scope, refusal: RefusedError) -> None:

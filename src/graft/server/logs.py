@@ -39,17 +39,11 @@ def log_config(log_format: LogFormat) -> dict[str, Any]:
     }
 
 
-def log_request(
-    request_id: str, key: str | None, method: str, path: str, status: int, seconds: float, reason: str = ""
-) -> None:
-    """One line about a request. It holds nothing that the client wrote, except its own request id."""
+def log_request(request_id: str, key: str | None, status: int, words: str, **fields: Any) -> None:
+    """One line about a request. It holds nothing that the client wrote, except its own request id.
+
+    key: the name of its API key. fields: what a line of JSON has besides.
+    """
     level = logging.WARNING if status >= 500 else logging.INFO
-    fields = {
-        "request_id": request_id, "key": key, "method": method, "path": path, "status": status,
-        "seconds": round(seconds, 3), "reason": reason,
-    }  # fmt: skip
-    words = f": {reason}" if reason else ""
-    log.log(
-        level, "%s %s %d %s %s %.3f s%s", request_id, key or "-", status, method, path, seconds, words,
-        extra={"fields": fields},
-    )  # fmt: skip
+    named = {"request_id": request_id, "key": key, "status": status, **fields}
+    log.log(level, "%s %s %d %s", request_id, key or "-", status, words, extra={"fields": named})

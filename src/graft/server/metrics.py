@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Described = dict[str, tuple[str, float]]  # a metric's help text and value, by name
-
-
 class Metrics:
     """Counters and histograms of one server. Tokens count as they come, speculation when an answer ends.
 
@@ -97,19 +93,15 @@ class _SchedulerCollector:
 
     def collect(self) -> Iterator[Metric]:
         scheduler, pool = self._scheduler, self._scheduler.pool
-        gauges: Described = {
-            "num_requests_running": ("Requests in prefill or decode.", scheduler.num_running),
-            "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV cache's pages used by running requests.", scheduler.cache_use),
-            "prefix_cache_tokens": ("Tokens in the prefix cache.", pool.num_prefix_tokens),
-        }
-        counters: Described = {
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", pool.num_prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", pool.num_prefix_hits),
-        }
-        families: list[tuple[Family, Described]] = [(GaugeMetricFamily, gauges), (CounterMetricFamily, counters)]
-        for family, metrics in families:
-            for name, (words, value) in metrics.items():
-                metric = family(f"graft:{name}", words, labels=["model_name"])
-                metric.add_metric([self._model], value)
-                yield metric
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for family, name, words, value in (
+            (gauge, "num_requests_running", "Requests in prefill or decode.", scheduler.num_running),
+            (gauge, "num_requests_waiting", "Requests that wait for room.", scheduler.num_waiting),
+            (gauge, "kv_cache_usage_perc", "Share of the KV cache's pages used by requests.", scheduler.cache_use),
+            (gauge, "prefix_cache_tokens", "Tokens in the prefix cache.", pool.num_prefix_tokens),
+            (counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.", pool.num_prefix_queries),
+            (counter, "prefix_cache_hits", "Tokens found in the prefix cache.", pool.num_prefix_hits),
+        ):
+            metric = family(f"graft:{name}", words, labels=["model_name"])
+            metric.add_metric([self._model], value)
+            yield metric

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 Json = dict[str, Any]
 
@@ -43,6 +46,17 @@ def _log_reason(status: int, message: str, param: str | None) -> str:
     return message
 
 
+def dump_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+class AsciiJson(JSONResponse):
+    """A JSON response in ASCII, which can repeat even lone surrogates of a request."""
+
+    def render(self, content: Any) -> bytes:
+        return dump_json(content)
+
+
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
@@ -75,6 +89,10 @@ class RefusedError(Exception):
     @property
     def body(self) -> Json:
         return self.details | error_body(self.status, self.message, self.param, self.code)
+
+    @property
+    def response(self) -> AsciiJson:
+        return AsciiJson(self.body, self.status, self.headers)
 
 
 class FailedError(RefusedError):

@@ -8,14 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Update
-from graft.server.answers import ChatAnswers, dump_json, speculation
-from graft.server.inert_fields import Effort, InertResponses
+from graft.server.answers import ChatAnswers, event_data, speculation
+from graft.server.inert_fields import Effort, InertFields, InertResponses
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     ChatRequest,
     FunctionChoice,
     FunctionTool,
     JsonSchema,
+    Length,
     RequestBody,
     StreamOptions,
 )
@@ -150,7 +151,7 @@ class ResponsesRequest(RequestBody, InertResponses):
         ]
     )
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_output_tokens: Length | None = None
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
@@ -161,7 +162,7 @@ class ResponsesRequest(RequestBody, InertResponses):
 
     def as_chat(self) -> ResponseChat:
         """This request as a chat completion."""
-        given: Json = {name: getattr(self, name) for name in _SAME}
+        given: Json = {name: getattr(self, name) for name in _SAME if name in self.model_fields_set}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
             given["tools"] = [
@@ -212,9 +213,7 @@ class ResponsesRequest(RequestBody, InertResponses):
         return messages if thought is None else [*messages, _reasoning_message(thought)]
 
 
-_SAME = (
-    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "speculate", "metadata",
-)  # fmt: skip
+_SAME = {"parallel_tool_calls", *RequestBody.model_fields.keys() - InertFields.model_fields.keys()}
 
 
 def _chat_choice(choice: str | ResponseToolChoice | ResponseAllowedTools | None) -> str | Json | None:
@@ -280,7 +279,7 @@ class ResponseAnswers(ChatAnswers):
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
         padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
-        return f"event: {chunk['type']}\n".encode() + b"data: " + dump_json(chunk, padded) + b"\n\n"
+        return f"event: {chunk['type']}\n".encode() + b"data: " + event_data(chunk, padded) + b"\n\n"
 
     def _numbered(self, event: Json) -> Json:
         self._num_events += 1

@@ -18,6 +18,10 @@ _Pattern = Annotated[str, Field(strict=True, min_length=1)]
 _Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], InParts]
 _Variables = Annotated[dict[Text, bool | int | float | Text], InParts]
 _StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the end of the text at every token
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+_NumLogprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
+_Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
 class StreamOptions(Strict):
@@ -57,39 +61,39 @@ class StructuredOutputs(Strict):
 
 
 class RequestBody(InertFields):
-    """Fields of completions and responses: OpenAI's, and Graft's own."""
+    """Fields of completions and responses: OpenAI's, vLLM's and Graft's own."""
 
     model: Text | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: Bool | None = False
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
+    presence_penalty: _Penalty | None = 0.0
+    frequency_penalty: _Penalty | None = 0.0
+    logit_bias: _Biases | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1: off
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
+    min_tokens: _Count | None = 0
+    ignore_eos: Bool | None = False
+    stop_token_ids: TokenIds | None = None
     user: Text | None = None  # see --learning
     speculate: Bool | None = True  # False: plain decoding
 
 
 class Sampling(RequestBody, InertSampling):
-    """More fields of both kinds of completion: OpenAI's, vLLM's and Graft's own."""
+    """More fields of both kinds of completion."""
 
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_tokens: Length | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
     stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
-    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    logit_bias: _Biases | None = None
     response_format: ResponseFormat | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1: off
-    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
-    min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = 0
-    ignore_eos: Bool | None = False
-    stop_token_ids: TokenIds | None = None
     guided_json: SchemaObject | None = None
     guided_regex: _Pattern | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None  # newer name of the guided fields
-    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    prompt_logprobs: _NumLogprobs | None = None
     return_rounds: Bool | None = False  # add every round's tree and each token's origin
 
     format_field: ClassVar[str] = "response_format"
@@ -131,19 +135,18 @@ class Sampling(RequestBody, InertSampling):
         """The grammar of the answer, if there is one."""
         if self.response_schema is not None:
             return GrammarSpec.schema(self.response_schema, self.format_field)
-        asked = self.structured_outputs or StructuredOutputs.model_construct()
-        if self.guided_json is not None:
-            return GrammarSpec.schema(self.guided_json, "guided_json")
+        asked = self.structured_outputs or StructuredOutputs.model_construct(
+            json_=self.guided_json, regex=self.guided_regex, choice=self.guided_choice
+        )
+
+        def param(kind: str) -> str:
+            return "structured_outputs" if self.structured_outputs is not None else f"guided_{kind}"
+
         if asked.json_ is not None:
-            return GrammarSpec.schema(asked.json_, "structured_outputs")
-        regex, choice = self.guided_regex or asked.regex, self.guided_choice or asked.choice
-        if regex is not None:
-            return GrammarSpec(
-                "regular expression", regex, "guided_regex" if self.guided_regex else "structured_outputs"
-            )
-        if choice is not None:
-            return GrammarSpec.choice(choice, "guided_choice" if self.guided_choice else "structured_outputs")
-        return None
+            return GrammarSpec.schema(asked.json_, param("json"))
+        if asked.regex is not None:
+            return GrammarSpec("regular expression", asked.regex, param("regex"))
+        return None if asked.choice is None else GrammarSpec.choice(asked.choice, param("choice"))
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -154,7 +157,7 @@ class Sampling(RequestBody, InertSampling):
     def is_lenient(self) -> bool:
         """Whether any JSON is allowed if the schema cannot be compiled."""
         wanted = self.response_format.json_schema if self.response_format is not None else None
-        return wanted is not None and wanted.strict is False
+        return self.response_schema is not None and wanted is not None and wanted.strict is False
 
     @property
     def sampler_seed(self) -> int | None:
@@ -336,9 +339,9 @@ class ChatPrompt(Strict):
 
 class ChatRequest(Sampling, ChatPrompt, InertChat):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None  # goes before max_tokens
+    max_completion_tokens: Length | None = None  # goes before max_tokens
     logprobs: Bool | None = False
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    top_logprobs: _NumLogprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: Bool | None = None  # False: at most one call. True: a forced answer may have several
     reasoning_effort: Effort | None = None
@@ -353,8 +356,6 @@ class ChatRequest(Sampling, ChatPrompt, InertChat):
             raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice requires tools")
-        if self.must_call and self.is_constrained:
-            raise ValueError(f"{self.format_field} cannot be combined with a tool_choice that forces a call")
         if self.offered and self.is_constrained and self.response_schema is None:
             raise ValueError("guided fields and structured_outputs cannot be combined with tools")
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
@@ -374,6 +375,11 @@ class ChatRequest(Sampling, ChatPrompt, InertChat):
         if isinstance(choice, AllowedToolChoice):
             return [tool.function.name for tool in choice.allowed_tools.tools]
         return None
+
+    @property
+    def response_schema(self) -> dict[str, Any] | None:
+        """None where a call is forced: a call has no room for the format."""
+        return None if self.must_call else super().response_schema
 
     @property
     def must_call(self) -> bool:
@@ -435,8 +441,8 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=128)]
         | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 requires echo or prompt_logprobs
+    logprobs: _NumLogprobs | None = None
+    max_tokens: _Count | None = None  # 0 requires echo or prompt_logprobs
     echo: Bool | None = False
     add_special_tokens: Bool | None = True  # such as the one that begins a text
     best_of: Annotated[Any, only(1)] = None

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Scope
 
 from graft.engine import Engine
@@ -22,12 +22,13 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatAnswers, Echo, TextAnswers, dump_json
+from graft.server.answers import Answers, ChatAnswers, TextAnswers
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.connection import EVENT_STREAM
 from graft.server.grammar import GrammarConstraint, Grammars, GrammarSpec, SchemasBusyError
+from graft.server.logs import log_request
 from graft.server.metrics import Metrics
-from graft.server.refusals import FailedError, RefusedError
+from graft.server.refusals import AsciiJson, FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
 from graft.server.startup import Startup
@@ -46,13 +47,6 @@ log = logging.getLogger("graft.server")
 T = TypeVar("T")
 MakeAnswers = Callable[..., Answers]
 NewConstraint = Callable[[], GrammarConstraint]
-
-
-class AsciiJson(JSONResponse):
-    """A JSON response in ASCII, which can repeat even lone surrogates of a request."""
-
-    def render(self, content: Any) -> bytes:
-        return dump_json(content)
 
 
 @dataclass
@@ -163,14 +157,7 @@ class Serving:
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
         spec = await self.grammar_of_calls(body, thinks) or body.grammar_spec
-        make = partial(
-            kind,
-            self.model_name,
-            self.grammars,
-            tokenizer=self.engine.tokenizer if body.return_rounds else None,
-            parser=self.parser_for(body, thinks),
-            echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
-        )
+        make = partial(kind, parser=self.parser_for(body, thinks), is_one_call=body.must_call and body.max_calls == 1)
         kept = self.template.kept_ids(bool(body.callable), thinks)
         return await self.answer(body, [prompt], request, spec, make, arrived, kept)
 
@@ -220,13 +207,7 @@ class Serving:
         if body.echo:
             echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
             echoed = echoed or await self.off_loop(lambda: list(map(self._decode, prompts)), sum(map(len, prompts)))
-        make = partial(
-            TextAnswers,
-            self.model_name,
-            self.grammars,
-            tokenizer=self.engine.tokenizer if body.return_rounds else None,
-            echo=Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None),
-        )
+        make = partial(TextAnswers, echoed=echoed, is_prompt_only=body.is_prompt_only)
         return await self.answer(body, prompts, request, body.grammar_spec, make, arrived)
 
     async def answer(
@@ -235,7 +216,7 @@ class Serving:
         prompts: list[list[int]],
         request: Request,
         spec: GrammarSpec | None,
-        make_answers: Callable[[list[Job]], Answers],
+        make_answers: MakeAnswers,
         arrived: float,
         kept: frozenset[int] = frozenset(),
     ) -> Response:
@@ -255,8 +236,14 @@ class Serving:
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
             job.listener = _forward_to(updates, number)
-        answers = make_answers(jobs)
-        answers.is_streamed = bool(body.stream)
+        answers = make_answers(
+            self.model_name,
+            self.grammars,
+            jobs,
+            tokenizer=self.engine.tokenizer if body.return_rounds else None,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
+            is_streamed=bool(body.stream),
+        )
         if self.settings.log_prompts:
             for prompt in prompts:
                 log.info("%s prompt %r", answers.id, await self.off_loop(partial(self._decode, prompt), size))
@@ -445,16 +432,10 @@ class Serving:
         prompt = sum(job.sequences[0].num_prompt_tokens for job in answers.jobs)
         tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
         status = _STATUSES_BY_REASON.get(reason, 200)
-        fields = {
-            "request_id": scope["graft.id"], "key": scope.get("graft.key_name"), "status": status, "answer": answers.id,
-            "reason": reasons, "prompt_tokens": prompt, "new_tokens": tokens, "rounds": rounds,
-            "seconds": round(seconds, 3),
-        }  # fmt: skip
-        log.log(
-            logging.WARNING if status >= 500 else logging.INFO,
-            "%s %s %d %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
-            scope["graft.id"], fields["key"] or "-", status, answers.id, reasons, prompt, tokens, rounds, seconds,
-            extra={"fields": fields},
+        words = f"{answers.id} {reasons}: {prompt} prompt tokens, {tokens} new in {rounds} rounds, {seconds:.3f} s"
+        log_request(
+            scope["graft.id"], scope.get("graft.key_name"), status, words, answer=answers.id, reason=reasons,
+            prompt_tokens=prompt, new_tokens=tokens, rounds=rounds, seconds=round(seconds, 3),
         )  # fmt: skip
         scope["graft.is_logged"] = True
 

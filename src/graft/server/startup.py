@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from graft.errors import GraftError
 from graft.progress import Report
@@ -49,16 +50,11 @@ def listen(settings: ServeSettings) -> list[socket.socket]:
     except OSError as error:
         raise GraftError(f"cannot listen on {host}: {error.strerror}") from error
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            made = socket.socket(family, kind, protocol)
-            sockets.append(made)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        for family, *_, address in dict.fromkeys(found):
             # Port 0 is a free one: all addresses get the same.
-            chosen = port or (sockets[0].getsockname()[1] if len(sockets) > 1 else 0)
-            made.bind((address[0], chosen, *address[2:]))
-            made.listen(_BACKLOG)
+            chosen = port or (sockets[0].getsockname()[1] if sockets else 0)
+            place: Any = (address[0], chosen, *address[2:])
+            sockets.append(socket.create_server(place, family=family, backlog=_BACKLOG))
     except OSError as error:
         for made in sockets:
             made.close()

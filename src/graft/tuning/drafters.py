@@ -20,15 +20,14 @@ from transformers import PreTrainedModel
 from graft.compare import plain_twin
 from graft.engine import Engine
 from graft.files import replacing
-from graft.home import graft_home, is_gguf, model_folder
-from graft.hub.drafters import NAMED, name_of, packaged_head, packaged_head_of
+from graft.home import graft_home, is_gguf
+from graft.hub.draft_names import NONE, is_here, packaged_head_of, smaller_models
+from graft.hub.drafters import NAMED, name_of
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.tuning import MIN_PROMPTS
 from graft.tuning.profile import About, machine_digest
 from graft.tuning.turns import Turn, decode_in_turns, speed_of
-
-NONE = "none"  # retrieval alone
 
 
 @dataclass(frozen=True)
@@ -120,19 +119,11 @@ def best_variant(about: About, name: str) -> str | None:
     return next((each.draft for each in known_results(about) if each.draft.startswith(f"{name}:")), None)
 
 
-def is_here(draft: str) -> bool:
-    """Whether a drafter can be used without fetching it. Hub ids are assumed to be in the cache."""
-    if draft in PACKAGED_MODELS:
-        return packaged_head(draft) is not None or model_folder(draft).is_dir()
-    return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
-
-
 def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
     """Names of drafters that fit a model: none, its packaged head, those made of the model itself, smaller packaged
     models, and those measured before."""
     heads = [head] if (head := packaged_head_of(name)) is not None else []
-    most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
-    smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
+    smaller = smaller_models(name, 2 * model.num_parameters())  # packaged models are in bf16
     measured = [each.draft for each in known_results(About.of_model(model))]
     own = [name for name in NAMED if NAMED[name].is_for(model) and name not in map(name_of, measured)]
     return list(dict.fromkeys([NONE, *heads, *own, *smaller, *measured]))
