@@ -122,7 +122,7 @@ class Case:
         self.slots = pages[index // PAGE] * PAGE + index % PAGE
         self.layout = layout_of(self.tree, context, pages)
         # A step makes these once for all layers.
-        self.plan = plan(self.layout, heads, kv_heads, self.tiles)
+        self.plan = plan(self.layout, heads // kv_heads, self.tiles)
         self.scratch = torch.empty(scratch_size(self.layout, heads, head_dim, self.tiles), device=DEVICE)
         seen = nn.functional.pad(self.tree.ancestors(), (context, 0), value=True)[None]
         mask = torch.zeros(seen.shape, dtype=DTYPE, device=DEVICE).masked_fill_(~seen, -torch.inf)
@@ -171,7 +171,7 @@ class Case:
             nn.functional.pad(stored[0, slots], (0, 0, 0, 0, 0, -len(slots) % PAGE))
             for stored in (self.keys, self.values)
         )
-        own = plan(layout, self.query.shape[1], keys.shape[1], self.tiles)
+        own = plan(layout, self.query.shape[1] // keys.shape[1], self.tiles)
         return tree_attention(self.query[node : node + 1], keys, values, layout, own, tiles=self.tiles)[0]
 
 

@@ -113,27 +113,26 @@ def slots_of(tables: Tensor, table_rows: Tensor, index: Tensor) -> Tensor:
     return pages.long() * attention_kernels.PAGE + index.long() % attention_kernels.PAGE
 
 
-def plan(layout: Layout, heads: int, kv_heads: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
-    items, chains, strips, group = [], [], [], heads // kv_heads
+def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
+    items, chains, strips = [], [], []
     by_row = zip(*(part.tolist() for part in (layout.starts, layout.counts, layout.lengths)), strict=True)
     for row, (start, count, length) in enumerate(by_row):
         places, depths = (part[start : start + count].tolist() for part in (layout.places, layout.depths))
         chains.append(int(count > 0 and places == depths == list(range(count))))
         takes_all = chains[-1] and tiles.tokens(group)
-        first_of_strips = tiles.count_splits(length // tiles.keys * tiles.keys + 1) - 1
-        num_splits = tiles.count_splits(length + count) if takes_all else first_of_strips
+        num_splits = tiles.count_splits(length + count if takes_all else length // tiles.keys * tiles.keys)
         num_tiles = -(-count * group // tiles.used_rows(group))
         items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
         numbers = [-1] * count if layout.strips is None else layout.strips[start : start + count].tolist()
         for token, number in enumerate([] if takes_all else numbers, start=start):
             most = tiles.tokens(group) or 1
             if number < 0 or number % most == 0:
-                end = tiles.count_splits(length + int(layout.depths[token]) + 1)
-                strips += [(row, token, 1 + (abs(number) - 1) % most, split) for split in range(first_of_strips, end)]
+                ends = (length // tiles.keys * tiles.keys + 1, length + int(layout.depths[token]) + 1)
+                first, last = (tiles.count_splits(end) - 1 for end in ends)
+                strips += [(row, token, 1 + (abs(number) - 1) % most, split) for split in range(first, last + 1)]
     numbers_of = layout.rows.new_tensor
     lists = (numbers_of(items).view(-1, 3), numbers_of([len(items)]), numbers_of(chains))
-    by_strip = (numbers_of(strips).view(-1, 4), numbers_of([len(strips)]))
-    return attention_kernels.Plan(*lists, *by_strip, numbers_of([0] * (len(layout.rows) * heads)))
+    return attention_kernels.Plan(*lists, numbers_of(strips).view(-1, 4), numbers_of([len(strips)]))
 
 
 def tree_attention(

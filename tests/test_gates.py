@@ -126,16 +126,18 @@ def rotate_and_store() -> Case:
     return [qkv, keys, values], lambda: layer_kernels.rotate_and_store(qkv, keys, values, tree(), *tables)
 
 
-TILES = attention_kernels.Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, stages=2)
+TILES = attention_kernels.Tiles(
+    rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2
+)
 
 
 def plan() -> Case:
-    return [], lambda: attention_kernels.plan(tree(), 4, 2, TILES)
+    return [], lambda: attention_kernels.plan(tree(), 2, TILES)
 
 
 def attention() -> Case:
     layout, query, (keys, values) = tree(), numbers(5, 4, 16), numbers(2, 192, 2, 16)
-    planned = attention_kernels.plan(layout, 4, 2, TILES)
+    planned = attention_kernels.plan(layout, 2, TILES)
     launch = attention_kernels.tree_attention
     return [], lambda: launch(query, keys, values, layout, planned, tiles=TILES)
 

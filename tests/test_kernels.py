@@ -37,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 # Small enough that short texts have many blocks and splits of both kinds.
-SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, stages=2)
+SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2)
 
 
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
@@ -143,7 +143,7 @@ class Problem:
         layout = self.layout(max_context)
         if strips is not None:
             layout = replace(layout, strips=ints(strips))
-        plan = attention_kernels.plan(layout, self.query.shape[1], self.keys.shape[1], tiles)
+        plan = attention_kernels.plan(layout, self.query.shape[1] // self.keys.shape[1], tiles)
         out = tree_attention(self.query, self.keys, self.values, layout, plan, tiles=tiles, **options)
         assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
@@ -320,8 +320,8 @@ def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, wind
 def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others():
     """Three nodes of depth 2, whose ancestors are of an earlier forward: places 4, 5 and 6."""
     problem = Problem.make([31, 16], [[0, 0, 0, 1, 1, 2, 2], chain(3)], nodes=[[4, 5, 6], [0, 1, 2]])
-    plan = attention_kernels.plan(problem.layout(), 2, 1, SMALL)
-    assert plan.chains.tolist() == plain_kernels.plan(problem.layout(), 2, 1, SMALL).chains.tolist() == [0, 1, 0, 0]
+    plan = attention_kernels.plan(problem.layout(), 2, SMALL)
+    assert plan.chains.tolist() == plain_kernels.plan(problem.layout(), 2, SMALL).chains.tolist() == [0, 1, 0, 0]
     check(problem)
 
 
@@ -336,24 +336,9 @@ def calls_of(monkeypatch, name):
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_splits_of_a_tokens_own_text_are_combined_however_long_others_may_be(window, monkeypatch):
     calls = calls_of(monkeypatch, "_combine")
-    Problem.make([3, 30], [some_tree(4), chain(5)], group=1).attend(window=window, max_context=300)
-    lasts = []
-    for _, _, _, _, are_done, first, last, *_ in calls:
-        assert not first.handle.data.any()
-        lasts += last.handle.data[are_done.handle.data].tolist()
-    assert sorted(lasts) == [0] * 6 + [1] * 3, "the last three of the chain are behind position 32"
-
-
-def test_layers_share_a_plan_one_after_the_other():
-    problem = mixed(20)
-    layout = problem.layout()
-    plan = attention_kernels.plan(layout, 2, 1, SMALL)
-    stored = (problem.keys, problem.values)
-    first, second = (tree_attention(problem.query, *stored, layout, plan, tiles=SMALL) for _ in range(2))
-    assert torch.equal(first, second) and torch.equal(first[: -problem.padding], problem.attend())
-    assert not plan.arrived.any(), "no split of a row counts for the next layer"
-    with pytest.raises(ValueError, match="the plan is for 2 heads, and the queries have 4"):
-        tree_attention(problem.query.repeat(1, 2, 1), *stored, layout, plan, tiles=SMALL)
+    Problem.make([3, 30], [some_tree(4), chain(5)]).attend(window=window, max_context=300)
+    firsts, lasts = ([int(args[place].handle.data.item()) for args in calls] for place in (5, 6))
+    assert firsts == [0] * 9 and lasts == [0] * 4 + [0, 0, 1, 1, 1], "the last of the chain are behind position 32"
 
 
 def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():
@@ -394,12 +379,12 @@ def test_a_plan_holds_every_split_of_whole_blocks_of_prefix_for_every_tile():
 
 def check_plan(layout, group):
     """The expected plan, which ours is."""
-    ours, expected = (module.plan(layout, 2 * group, 2, SMALL) for module in (attention_kernels, plain_kernels))
+    ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
     for name in ("items", "strips"):
         number = int(getattr(ours, f"num_{name}"))
         assert number == int(getattr(expected, f"num_{name}")) <= len(getattr(ours, name))
         assert torch.equal(getattr(ours, name)[:number], getattr(expected, name)), name
-    assert torch.equal(ours.chains, expected.chains) and torch.equal(ours.arrived, expected.arrived)
+    assert torch.equal(ours.chains, expected.chains)
     return expected
 
 
@@ -611,8 +596,9 @@ def test_a_block_that_sees_all_of_itself(width):
     problem = Problem.make(lengths, [chain(width)] * 3, kv_heads=2)
     places, depths, paths = bidirectional_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
     layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
-    plan = attention_kernels.plan(layout, 4, 2, SMALL)
+    plan = attention_kernels.plan(layout, 2, SMALL)
     assert plan.chains.tolist()[:3] == [int(width == 4)] * 3
+    layout = replace(layout, only_chains=width == 4)  # nothing is missing without the tail's kernel
     out = tree_attention(problem.query, problem.keys, problem.values, layout, plan, tiles=SMALL).cpu()
     expected = []
     for row, length in enumerate(lengths):
@@ -918,13 +904,9 @@ def test_launches_overlap_only_where_that_is_asked_for_and_possible(monkeypatch)
         assert overlap.options(torch.device("cpu")) == usual, "there is nothing to overlap"
         monkeypatch.setattr(overlap, "_is_possible", lambda device: True)
         assert overlap.options(DEVICE) == overlapping
-        assert overlap.product_options(DEVICE) == {**overlapping, "ENDS_EARLY": False}
         with overlap.launches(False):
-            assert overlap.options(DEVICE) == overlapping
-            assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": True}
+            assert overlap.options(DEVICE) == usual
         monkeypatch.setattr(overlap, "is_on", False)
         assert overlap.options(DEVICE) == usual
-        assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": False}
         monkeypatch.setattr(overlap, "is_on", True)
     assert overlap.options(DEVICE) == usual
-    assert overlap.product_options(DEVICE) == {**usual, "ENDS_EARLY": False}

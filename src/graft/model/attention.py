@@ -49,14 +49,15 @@ class KernelStep:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._plans: dict[tuple[int, int, Tiles], Plan] = {}
+        self._plans: dict[tuple[int, Tiles], Plan] = {}
 
-    def plan(self, heads: int, kv_heads: int, tiles: Tiles) -> Plan:
+    def plan(self, group: int, tiles: Tiles) -> Plan:
+        """group: query heads that share a key head."""
         from graft.model.kernels import attention as attention_kernels  # needs Triton: only on GPUs
 
-        key = (heads, kv_heads, tiles)
+        key = (group, tiles)
         if key not in self._plans:
-            self._plans[key] = attention_kernels.plan(self.layout, *key)
+            self._plans[key] = attention_kernels.plan(self.layout, group, tiles)
         return self._plans[key]
 
 
@@ -245,7 +246,7 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, step: KernelStep, sco
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         step.layout,
-        step.plan(query.shape[1], key.shape[1], tiles),
+        step.plan(query.shape[1] // key.shape[1], tiles),
         scale=scores.scale,
         window=scores.window,
         chunk=scores.chunk,

@@ -428,7 +428,8 @@ class CapturedTarget(TargetRunner):
         def run() -> None:
             paths = layer_kernels.lay_out(parents, places, depths, starts, rows, min(size, _MAX_PATH))
             by_row = (starts, counts, lengths, table_rows)
-            layout = Layout(rows, places, depths, paths, *by_row, tables, context, strips)
+            # A single token is always a chain.
+            layout = Layout(rows, places, depths, paths, *by_row, tables, context, strips, only_chains=size == 1)
             step = KernelStep(layout)
             if layers is not None and rotary is not None:
                 out, inputs = layers(tokens, step, *self._store.stored, rotary, self._hidden_layers)

@@ -30,6 +30,7 @@ class Layout:
     # [T] int32 the token's number, from 1, in its strip: a run of tokens down one path. The last one's is negative.
     # None: each token is a strip of its own. In a row with longer strips, the step has all places of the row in order.
     strips: Tensor | None = None
+    only_chains: bool = False  # whether every row is known to be a chain: then the kernel for trees is not needed
 
 
 def bidirectional_columns(

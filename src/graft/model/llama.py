@@ -32,7 +32,7 @@ _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks,
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
-_SMALL = 2**27  # launches of products overlap in layers of up to so many bytes: faster with 90 MB, slower with 440 MB
+_SMALL = 2**27  # launches overlap for layers up to so many bytes: faster with 90 MB, slower with 440 MB
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # the most that a program of the norm kernel holds
 
@@ -98,7 +98,7 @@ class LayerStack:
         )
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
         for each in seen or (step,):
-            each.plan(self._heads, keys.shape[2], tiles)  # before any launch that may overlap
+            each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # still to be added to the stream
         with overlap.launches(self._is_small):
@@ -218,7 +218,7 @@ def attend_in_store(
         keys,
         values,
         seen.layout,
-        seen.plan(heads, kv_heads, tiles),
+        seen.plan(heads // kv_heads, tiles),
         scale=scale,
         window=window,
         tiles=tiles,

@@ -6,18 +6,14 @@ any batch. Three rules ensure this:
 - Keys are ordered by position in the node's own text, in blocks and splits with fixed borders. A split is summed block
   after block, and splits are combined in one fixed order.
 - All tiles of query rows have one shape, so a row's numbers do not depend on its place in the tile or on other rows.
-- Committed blocks and blocks of a path get the same operations, written so that the compiler has no choice. A block of
-  which a row sees nothing leaves the row's sums unchanged.
+- The prefix and tail kernels apply the same operations to a block, written so that the compiler has no choice. A block
+  of which a row sees nothing leaves the row's sums unchanged.
 
 If a row's tokens are a chain (a part of a prompt, or a tree with one path), they are stored in the row's pages like
 committed text. Everything before a tile's first token is then prefix for the whole tile.
 
 A tree is cut into strips: runs of nodes down one path, as many as there are leaves, with each node in exactly one. The
 nodes of a strip see the same keys at the same positions, each up to its own, so one tile takes many of them.
-
-All of a step's attention is one kernel. Its work is a list of tiles and a list of strips, each for one split. Tiles
-take the splits that are committed as a whole, for many nodes at once. Strips take the split in which the committed text
-ends, and those after it. Whoever finishes the last split of a query row combines that row's splits.
 
 A step is flat: tokens of many rows one after the other, and keys in pages by block table. Neither affects a sum.
 Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch. So a launch can
@@ -27,6 +23,7 @@ be captured in a graph and replayed while the text grows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -44,16 +41,15 @@ _LOG2_E = 1.4426950408889634
 _TO_LOG2 = tl.constexpr(_LOG2_E)
 # How far back a token sees: everything, a sliding window, or its chunk.
 _ALL, _WINDOW, _CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Arguments that kernels are not specialized for.
-_VARYING = ["num_tokens", "max_pages", "max_path", "num_splits", "window"]
-# Programs of the attention kernel over all key heads: more than run at once on a large device.
+_VARYING = ["max_pages", "max_path", "num_splits", "window"]  # arguments that kernels are not specialized for
+# Programs of the prefix and tail kernels over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
 _PLANNED_AT_ONCE = 512  # rows, items or tokens in a block of the plan kernel
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of attention. Fields above `stages` may change the last bits of the result."""
+    """Tile sizes of attention. Fields above `prefix_stages` may change the last bits of the result."""
 
     rows: int = 64  # query rows of a tile: nodes times the query heads that share keys
     keys: int = 64  # positions of a block
@@ -61,8 +57,11 @@ class Tiles:
     short_split: int = 256
     long_split: int = 1024
     border: int = 4096  # first position of the long splits
+    combined: int = 2048  # numbers that are added up at once when splits are combined
     warps: int = 4
-    stages: int = 3
+    prefix_stages: int = 3
+    tail_stages: int = 1
+    tail_registers: int | None = None  # limit per thread; with fewer, more programs run at once
 
     def __post_init__(self) -> None:
         if any(size % self.keys for size in self.splits) or self.border % self.short_split:
@@ -89,17 +88,17 @@ class Tiles:
 
 
 # float32 has no matrix instructions, and its operands fill the registers.
-_FLOAT32 = Tiles(rows=32, keys=32, warps=8, stages=2)
+_FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
 # By bytes per element and the head dimension's next power of two; `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
-    (2, 256): Tiles(warps=8, stages=2),
-    (2, 512): Tiles(rows=32, keys=32, warps=8, stages=2),
+    (2, 256): Tiles(warps=8, prefix_stages=2),
+    (2, 512): Tiles(rows=32, keys=32, warps=8, prefix_stages=2),
     (4, 16): _FLOAT32,
     (4, 32): _FLOAT32,
     (4, 64): _FLOAT32,
     (4, 128): _FLOAT32,
-    (4, 256): Tiles(rows=16, keys=16, warps=8, stages=2),
-    (4, 512): Tiles(rows=16, keys=16, warps=8, stages=1),
+    (4, 256): Tiles(rows=16, keys=16, warps=8, prefix_stages=2),
+    (4, 512): Tiles(rows=16, keys=16, warps=8, prefix_stages=1),
 }
 
 
@@ -109,32 +108,33 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a step's attention, shared by all layers with the same tiles and heads."""
+    """The work of a step's kernels, shared by all layers with the same tiles and query heads per key head."""
 
-    items: Tensor  # [N, 3] int32: row, tile of the row, split
+    items: Tensor  # [N, 3] int32 for the prefix kernel: row, tile of the row, split
     num_items: Tensor  # [1] int32
     chains: Tensor  # [R] int32, 1 for rows that are chains: tokens before a tile's first one are prefix to the tile
-    strips: Tensor  # [N, 4] int32: row, deepest token, number of tokens, split
+    strips: Tensor  # [N, 4] int32 for the tail kernel: row, deepest token, number of tokens, split
     num_strips: Tensor  # [1] int32
-    arrived: Tensor  # [T * heads] int32, how many splits of a query row are done; 0 before and after a kernel
 
 
-def plan(layout: Layout, heads: int, kv_heads: int, tiles: Tiles) -> Plan:
-    """Plan the work: tiles and splits, and strips in pieces that fit into a tile."""
-    num_tokens, num_rows, group = len(layout.rows), len(layout.counts), heads // kv_heads
+def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
+    """Plan the prefix kernel's items (tile and split) and the tail kernel's strips, in pieces that fit into a tile.
+
+    group: query heads that share a key head.
+    """
+    num_tokens, num_rows = len(layout.rows), len(layout.counts)
     _check_layout(layout)
     items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
     strips = layout.counts.new_empty(num_tokens * _most_tail_splits(layout, tiles), 4)
     num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
-    chains, arrived = torch.empty_like(layout.counts), layout.counts.new_empty(num_tokens * heads)
+    chains = torch.empty_like(layout.counts)
     _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
         *(layout.rows, layout.starts, layout.counts, layout.lengths, layout.places, layout.depths),
         layout.rows if layout.strips is None else layout.strips,
-        *(items, num_items, chains, strips, num_strips, arrived),
+        *(items, num_items, chains, strips, num_strips),
         num_rows,
         num_tokens,
         HAS_STRIPS=layout.strips is not None,
-        HEADS=heads,
         GROUP=group,
         TOKENS=tiles.tokens(group),
         USED=tiles.used_rows(group),
@@ -143,7 +143,7 @@ def plan(layout: Layout, heads: int, kv_heads: int, tiles: Tiles) -> Plan:
         BLOCK=_PLANNED_AT_ONCE,
         **gate.options(),
     )
-    return Plan(items, num_items, chains, strips, num_strips, arrived)
+    return Plan(items, num_items, chains, strips, num_strips)
 
 
 def tree_attention(
@@ -151,7 +151,7 @@ def tree_attention(
     keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store with the step's own keys
     values: Tensor,
     layout: Layout,
-    plan: Plan,  # made with the same tiles and heads
+    plan: Plan,  # made with the same tiles
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -172,8 +172,6 @@ def tree_attention(
     kv_heads = keys.shape[1]
     _check_stored(query, keys, values)
     _check_layout(layout)
-    if len(plan.arrived) != num_tokens * heads:
-        raise ValueError(f"the plan is for {len(plan.arrived) // num_tokens} heads, and the queries have {heads}")
     tiles = tiles or tiles_for(head_dim, query.dtype)
     num_splits = _num_splits(layout, tiles)
     num_states = _num_states(num_tokens * heads, num_splits)
@@ -187,31 +185,62 @@ def tree_attention(
     cap_scale = 0.0
     if softcap is not None:  # the kernel computes tanh, and the cap becomes the scale of its result
         cap_scale, log2_scale = 2 * log2_scale / softcap, softcap * _LOG2_E
-    parts = triton.cdiv(group, tiles.rows)
+    stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale)
+    by_row = (layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1])
+    states = (num_splits, window or chunk or 0, sums, maxima, totals)
+    reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
+    launched = {**overlap.options(query.device), **gate.options()}
+    cut: dict[str, Any] = {
+        "GROUP": group,
+        "TOKENS": tiles.tokens(group),
+        "HEAD_DIM": head_dim,
+        "BLOCK_N": tiles.keys,
+        "BLOCK_D": _padded(head_dim),
+        "SPLITS": tiles.splits,
+        "REACH": reach,
+        "CAPPED": softcap is not None,
+        "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
+        **launched,
+    }
     programs = max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS)
-    _attention_kernel[kv_heads, min(len(plan.items) + len(plan.strips) * parts, programs)](
-        *(query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale),
-        *(layout.rows, layout.places, layout.depths, layout.paths, num_tokens, layout.paths.shape[1]),
-        *(layout.starts, layout.counts, layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1]),
-        *(plan.items, plan.num_items, plan.chains, plan.strips, plan.num_strips, plan.arrived),
-        *(num_splits, window or chunk or 0, sums, maxima, totals, out, out if sinks is None else sinks),
+    if _most_prefix(num_tokens, layout.max_context, group, tiles) > 0:
+        by_token = (layout.starts, layout.counts, layout.depths)
+        _prefix_kernel[min(len(plan.items), programs), kv_heads](
+            *(*stored, *by_row, plan.chains, *by_token, plan.items, plan.num_items, *states),
+            **cut,
+            USED=tiles.used_rows(group),
+            BLOCK_M=tiles.rows,
+            num_warps=tiles.warps,
+            num_stages=tiles.prefix_stages,
+        )
+    parts = triton.cdiv(group, tiles.rows)
+    if not (layout.only_chains and tiles.tokens(group)):
+        by_token = (layout.places, layout.depths, layout.paths)
+        _tail_kernel[min(num_tokens, programs), parts, kv_heads](
+            *(*stored, *by_row, *by_token, layout.paths.shape[1], plan.strips, plan.num_strips, *states),
+            **cut,
+            BLOCK_M=tiles.rows,
+            num_warps=tiles.warps,
+            num_stages=tiles.tail_stages,
+            maxnreg=tiles.tail_registers,
+        )
+    members = min(triton.next_power_of_2(group), tiles.rows)
+    _combine_kernel[num_tokens, parts, kv_heads](
+        *(layout.lengths, plan.chains, layout.starts, layout.counts),
+        *(layout.rows, layout.places, layout.depths, *states, out, out if sinks is None else sinks),
         GROUP=group,
         TOKENS=tiles.tokens(group),
-        USED=tiles.used_rows(group),
-        PARTS=parts,
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.keys,
         BLOCK_D=_padded(head_dim),
+        BLOCK_G=members,
+        BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
         SPLITS=tiles.splits,
-        REACH=(_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value,
-        CAPPED=softcap is not None,
+        REACH=reach,
         HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **overlap.options(query.device),
-        **gate.options(),
+        num_warps=2,
+        **launched,
     )
     return out
 
@@ -252,7 +281,7 @@ def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, ti
 
 
 def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
-    """Upper bound of the positions of a text that tiles take: whole committed blocks, or a whole chain."""
+    """Upper bound of the positions of a text that the prefix kernel takes: whole committed blocks, or a whole chain."""
     return max_context + num_tokens if tiles.tokens(group) else max_context // tiles.keys * tiles.keys
 
 
@@ -262,7 +291,7 @@ def _num_splits(layout: Layout, tiles: Tiles) -> int:
 
 
 def _most_tail_splits(layout: Layout, tiles: Tiles) -> int:
-    """Upper bound of the splits that a strip takes: less than a block before the path, and the path."""
+    """Upper bound of a text's splits in the tail kernel: less than a block before the path, and the path."""
     return (tiles.keys + _longest_path(layout)) // min(tiles.short_split, tiles.long_split) + 2
 
 
@@ -409,7 +438,7 @@ def _add_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One block's step of the online softmax: all arithmetic between the loads and the combination.
 
-    Products that are added to something are written as `fma`. Otherwise the compiler might fuse them in one place but
+    Products that are added to something are written as `fma`. Otherwise the compiler might fuse them in one kernel but
     not in the other.
     """
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -435,35 +464,39 @@ def _combine(
     state: tl.tensor,
     real: tl.tensor,
     first: int,
-    last: tl.tensor,
+    last: int,
     sink: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> tl.tensor:
-    """Combine the splits of some rows from the first to each row's last, [BLOCK_M, BLOCK_D]. sink: [BLOCK_M] scores.
+    """Combine the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] scores of the sinks.
 
-    Splits are added one after the other. One of which a row sees nothing leaves its sums unchanged. Other programs have
-    just written them, so they are read from the L2 cache.
+    Splits are combined in groups with fixed borders. A split of which a row sees nothing leaves its sums unchanged.
     """
     dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for split in range(first, tl.max(tl.where(real, last, -1), axis=0) + 1):
-        exists = real & (split <= last)
-        at = (state + split).to(tl.int64) * HEAD_DIM
-        mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-        part = tl.load(sums + at[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        greatest = tl.load(maxima + state + split, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        parts_total = tl.load(totals + state + split, mask=exists, other=0.0, cache_modifier=".cg")
-        new_maximum = tl.maximum(maximum, greatest)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(first // BLOCK_S * BLOCK_S, last + 1, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        exists = ((split >= first) & (split <= last))[:, None] & real[None, :]
+        states = state[None, :] + split[:, None]  # [BLOCK_S, BLOCK_G]
+        part = tl.load(
+            sums + (states * HEAD_DIM)[:, :, None] + dims[None, None, :],
+            mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        greatest = tl.load(maxima + states, mask=exists, other=float("-inf"))
+        parts_total = tl.load(totals + states, mask=exists, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(greatest - base)
+        weight = tl.exp2(greatest - base[None, :])
         rescale = tl.exp2(maximum - base)
-        total = tl.fma(total, rescale, parts_total * weight)
-        acc = tl.fma(acc, rescale[:, None], part * weight[:, None])
+        total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
+        acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
     if HAS_SINKS:  # a key whose value is 0 only adds to the total
         base = tl.maximum(maximum, sink)
@@ -502,15 +535,13 @@ def _tiles_and_splits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The number of tiles of rows, and of splits that tiles take: those before the split in which the row's last block
-    begins, or all of a chain's."""
+    """The number of tiles and of prefix splits of rows: splits of whole committed blocks, or of a whole chain."""
     count = tl.load(counts + row, mask=real, other=0)
     length = tl.load(lengths + row, mask=real, other=0)
-    num_splits = _split_of(length // BLOCK_N * BLOCK_N, SPLITS)
+    end = length // BLOCK_N * BLOCK_N
     if TOKENS > 0:
-        is_chain = _is_chain(starts, counts, places, depths, row, real) > 0
-        num_splits = tl.where(is_chain, _split_of(tl.maximum(length + count - 1, 0), SPLITS) + 1, num_splits)
-    return (count * GROUP + USED - 1) // USED, num_splits
+        end = tl.where(_is_chain(starts, counts, places, depths, row, real) > 0, length + count, end)
+    return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 
 @triton.jit
@@ -574,8 +605,8 @@ def _strips_of(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """For tokens: the row, the size of the strip piece that ends there, its first split, and the number of its splits.
-    That number is 0 if no piece ends there, for padding, and for chains, which tiles take."""
+    """For tokens: the row, the size of the strip piece that ends there, the first split of its tail, and the number of
+    its splits. That number is 0 if no piece ends there, for padding, and if the prefix kernel does the whole row."""
     row = tl.load(rows + token, mask=token < num_tokens, other=0)
     in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
     length = tl.load(lengths + row)
@@ -661,11 +692,9 @@ def _plan_kernel(
     chains: tl.tensor,
     strips: tl.tensor,
     num_strips: tl.tensor,
-    arrived: tl.tensor,
     num_rows: int,
     num_tokens: int,
     HAS_STRIPS: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     USED: tl.constexpr,
@@ -674,7 +703,7 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
-    """Plan the items of one row or, in the last programs, the strips of a block of tokens, of which none is done."""
+    """Plan the items of one row or, in the last programs, the strips of a block of tokens."""
     if is_shut(flag):
         return
     row = tl.program_id(0)
@@ -698,10 +727,6 @@ def _plan_kernel(
             BLOCK,
         )
     else:
-        first_token = (row - num_rows) * BLOCK
-        for start in range(first_token * HEADS, tl.minimum(first_token + BLOCK, num_tokens) * HEADS, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            tl.store(arrived + index, tl.zeros_like(index), mask=index < num_tokens * HEADS)
         _plan_strips(
             rows,
             starts,
@@ -712,7 +737,7 @@ def _plan_kernel(
             numbers,
             strips,
             num_strips,
-            first_token,
+            (row - num_rows) * BLOCK,
             num_tokens,
             HAS_STRIPS,
             TOKENS,
@@ -722,73 +747,8 @@ def _plan_kernel(
         )
 
 
-@triton.jit
-def _tile_of(
-    items: tl.tensor,
-    item: int,
-    chains: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    USED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """A tile of a row: row, split, the prefix that all its tokens share, its end, -1, and tokens, members and which
-    are real. The tokens of a chain see the same keys, each up to its own, so a tile goes on to its last token."""
-    batch = tl.load(items + item * 3)
-    tile = tl.load(items + item * 3 + 1)
-    split = tl.load(items + item * 3 + 2)
-    length, count, is_chain = tl.load(lengths + batch), tl.load(counts + batch), tl.load(chains + batch)
-    prefix = length + _before_tile(tile * TOKENS, is_chain, TOKENS)
-    end = prefix // BLOCK_N * BLOCK_N
-    if TOKENS > 0:
-        end = tl.where(is_chain > 0, length + tl.minimum((tile + 1) * TOKENS, count), end)
-    within = tl.arange(0, BLOCK_M)
-    row = tile * USED + within
-    token = tl.load(starts + batch) + row // GROUP
-    return batch, split, prefix, end, batch * 0 - 1, token, row % GROUP, (within < USED) & (row < count * GROUP)
-
-
-@triton.jit
-def _strip_of(
-    strips: tl.tensor,
-    strip: int,
-    part: int,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    paths: tl.tensor,
-    max_path: int,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """The same of a strip, but in place of -1 the token whose path it goes down, if that is not a chain. Its tile has
-    its nodes, the deepest first, or a part of one token."""
-    batch = tl.load(strips + strip * 4)
-    deepest = tl.load(strips + strip * 4 + 1)
-    size = tl.load(strips + strip * 4 + 2)
-    split = tl.load(strips + strip * 4 + 3)
-    length, depth, place = tl.load(lengths + batch), tl.load(depths + deepest), tl.load(places + deepest)
-    branches = depth != place
-    within = tl.arange(0, BLOCK_M)
-    if TOKENS > 0:
-        up, member = within // GROUP, within % GROUP
-        real = up < size
-        above = tl.load(paths + deepest.to(tl.int64) * max_path + depth - up, mask=real & branches, other=0)
-        token = deepest + tl.where(branches, above - place, -up)  # a row's places are consecutive in the step
-    else:
-        member = part * BLOCK_M + within
-        real = member < GROUP
-        token = deepest + within * 0
-    return batch, split, length, length + depth + 1, tl.where(branches, deepest, -1), token, member, real
-
-
 @triton.jit(do_not_specialize=_VARYING)
-def _attention_kernel(
+def _prefix_kernel(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -798,35 +758,24 @@ def _attention_kernel(
     cache_head: int,
     log2_scale: float,
     cap_scale: float,
-    rows: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    paths: tl.tensor,
-    num_tokens: int,
-    max_path: int,
-    starts: tl.tensor,
-    counts: tl.tensor,
     lengths: tl.tensor,
     table_rows: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
+    chains: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    depths: tl.tensor,
     items: tl.tensor,
     num_items: tl.tensor,
-    chains: tl.tensor,
-    strips: tl.tensor,
-    num_strips: tl.tensor,
-    arrived: tl.tensor,
     num_splits: int,
     window: int,
     sums: tl.tensor,  # [T * heads, splits, head_dim], by token, key head and then query head
     maxima: tl.tensor,  # [T * heads, splits]
     totals: tl.tensor,
-    out: tl.tensor,  # [T, heads * head_dim]
-    sinks: tl.tensor,  # [heads]
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     USED: tl.constexpr,
-    PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -834,53 +783,53 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
-    """Attention of some strips and tiles of the plan, for one key head; 0 for padding."""
+    """Attention over whole blocks of prefix, which all tokens of a tile share: some items of the plan, one key head."""
     if is_shut(flag):
         return
     start_next(OVERLAPS)
-    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
     values += kv_head * cache_head
-    dims = tl.arange(0, BLOCK_D)
-    strips_end = tl.load(num_strips) * PARTS
-    for item in range(tl.program_id(1), strips_end + tl.load(num_items), tl.num_programs(1)):
-        item = tl.cast(item, tl.int32)  # in Triton's interpreter it is a plain number
-        if item < strips_end:
-            batch, split, prefix, last, branch, token, member, real = _strip_of(
-                *(strips, item // PARTS, item % PARTS, lengths, places, depths, paths, max_path, GROUP, TOKENS, BLOCK_M)
-            )
-        else:
-            batch, split, prefix, last, branch, token, member, real = _tile_of(
-                *(items, item - strips_end, chains, starts, counts, lengths, GROUP, TOKENS, USED, BLOCK_M, BLOCK_N)
-            )
-        first = _first_block(prefix, window, BLOCK_N, REACH)
-        begin = tl.maximum(_start_of(split, SPLITS), first)
-        end = tl.minimum(_start_of(split + 1, SPLITS), prefix // BLOCK_N * BLOCK_N)
+    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        batch = tl.load(items + item * 3)
+        tile = tl.load(items + item * 3 + 1)
+        split = tl.load(items + item * 3 + 2)
+        length = tl.load(lengths + batch)
+        prefix = length + _before_tile(tile * TOKENS, tl.load(chains + batch), TOKENS)
+        count = tl.load(counts + batch)
+        last = prefix // BLOCK_N * BLOCK_N
+        begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, REACH))
+        end = tl.minimum(_start_of(split + 1, SPLITS), last)
+        if TOKENS > 0:  # a chain's tokens see the same keys, each up to its own, so this kernel does the whole chain
+            last = tl.where(tl.load(chains + batch) > 0, length + tl.minimum((tile + 1) * TOKENS, count), last)
         stop = tl.minimum(_start_of(split + 1, SPLITS), last)
         if begin < stop:  # otherwise the split is outside of the window, or after the tile
-            length = tl.load(lengths + batch)
-            own = length + tl.load(depths + token, mask=real, other=0)
+            first = tl.load(starts + batch)
+            within = tl.arange(0, BLOCK_M)
+            row = tile * USED + within
+            real = (within < USED) & (row < count * GROUP)
+            token, member = first + row // GROUP, row % GROUP
+            position = length + tl.load(depths + token, mask=real, other=0)
             table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
             # A block's page is looked up while the previous block is loaded. A lookup in the same iteration would add a
             # stage to the pipeline.
             page = tl.load(table + begin // _PAGE)
-            head = (token * kv_heads + kv_head) * GROUP + member  # these and their splits fit into int32
             wait_for_previous(OVERLAPS)
-            at = token * query_token + (kv_head * GROUP + member) * query_head
-            q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
+            q = _load_rows(
+                query, token * query_token + (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True
+            )
 
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
-                seen = _reaches(start + place, own, window, REACH)
-                index = tl.cast(start, tl.int32)
+                seen = _reaches(start + place, position, window, REACH)
+                index = tl.cast(start, tl.int32)  # in Triton's interpreter `start` is a plain number
                 slot = page.to(tl.int64) * _PAGE + index % _PAGE
                 page = tl.load(table + (index + BLOCK_N) // _PAGE, mask=index + BLOCK_N < end, other=0)
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
@@ -888,50 +837,183 @@ def _attention_kernel(
                 acc, maximum, total = _add_block(
                     q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, REACH != _ALL, CAPPED, PRECISION
                 )
-            path = paths + tl.maximum(branch, 0).to(tl.int64) * max_path
-            for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):
-                positions = start + tl.arange(0, BLOCK_N)
-                exists = positions < last
-                step = positions - length  # of the path; negative for committed tokens
-                is_stored = (branch >= 0) & (step >= 0)
-                stored = tl.load(path + step, mask=is_stored & exists, other=0)
-                slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
-                seen = positions[None, :] <= own[:, None]
-                if REACH != _ALL:
-                    seen = seen & _reaches(positions, own, window, REACH)
-                key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-                value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-                acc, maximum, total = _add_block(
-                    q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
-                )
-            _store_state(sums, maxima, totals, head * num_splits + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+            if TOKENS > 0:
+                for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):
+                    positions = start + tl.arange(0, BLOCK_N)
+                    exists = positions < last
+                    slots = slot_of(table, positions, exists, max_pages)
+                    seen = positions[None, :] <= position[:, None]
+                    if REACH != _ALL:
+                        seen = seen & _reaches(positions, position, window, REACH)
+                    key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    acc, maximum, total = _add_block(
+                        q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
+                    )
+            state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
+            _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+    wait_for_previous(OVERLAPS)  # in programs without an item too
 
-            # The program that finishes the last split of a row has seen what all others wrote for it.
-            first_split, last_split = _split_of(first, SPLITS), _split_of(own, SPLITS)
-            counted = real & (split <= last_split)
-            tl.debug_barrier()
-            num_before = tl.atomic_add(arrived + head, 1, mask=counted, sem="acq_rel")
-            is_done = counted & (num_before == last_split - first_split)
-            if tl.max(is_done.to(tl.int32), axis=0) > 0:
-                tl.debug_barrier()
-                sink = tl.zeros([BLOCK_M], tl.float32)
-                if HAS_SINKS:
-                    sink = tl.load(sinks + kv_head * GROUP + member, mask=real, other=0.0).to(tl.float32) * _TO_LOG2
-                result = _combine(
-                    *(sums, maxima, totals, head * num_splits, is_done, first_split, last_split, sink),
-                    *(HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SINKS),
-                )
-                mask = is_done[:, None] & (dims < HEAD_DIM)[None, :]
-                into = out + (head.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :]
-                tl.store(into, result.to(out.dtype.element_ty), mask=mask)
-                tl.store(arrived + head, tl.zeros_like(head), mask=is_done)
-    wait_for_previous(OVERLAPS)  # in programs without work too
-    for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
-        row = tl.load(rows + token)
-        if token - tl.load(starts + row) >= tl.load(counts + row):
-            for member in range(GROUP):
-                at = ((tl.cast(token, tl.int64) * kv_heads + kv_head) * GROUP + member) * HEAD_DIM + dims
-                tl.store(out + at, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+@triton.jit(do_not_specialize=_VARYING)
+def _tail_kernel(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    query_token: tl.int64,
+    query_head: int,
+    cache_slot: int,
+    cache_head: int,
+    log2_scale: float,
+    cap_scale: float,
+    lengths: tl.tensor,
+    table_rows: tl.tensor,
+    tables: tl.tensor,
+    max_pages: int,
+    places: tl.tensor,
+    depths: tl.tensor,
+    paths: tl.tensor,
+    max_path: int,
+    strips: tl.tensor,
+    num_strips: tl.tensor,
+    num_splits: int,
+    window: int,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    totals: tl.tensor,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    REACH: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
+) -> None:
+    """Attention of tree nodes over the end of the committed text and their paths: some strips, for one key head.
+
+    Continues where the prefix kernel ended. A tile has the nodes of a strip, the deepest first, or a part of one token.
+    Nodes that end before the split write states that nobody reads.
+    """
+    if is_shut(flag):
+        return
+    start_next(OVERLAPS)
+    kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
+    keys += kv_head * cache_head
+    values += kv_head * cache_head
+    for strip in range(tl.program_id(0), tl.load(num_strips), tl.num_programs(0)):
+        batch = tl.load(strips + strip * 4)
+        deepest = tl.load(strips + strip * 4 + 1)
+        split = tl.load(strips + strip * 4 + 3)
+        length, depth = tl.load(lengths + batch), tl.load(depths + deepest)
+        place = tl.load(places + deepest)
+        table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
+        path = paths + deepest.to(tl.int64) * max_path
+        branches = depth != place
+        position = length + depth
+        prefix_end = length // BLOCK_N * BLOCK_N
+
+        within = tl.arange(0, BLOCK_M)
+        if TOKENS > 0:
+            up, member = within // GROUP, within % GROUP
+            real = up < tl.load(strips + strip * 4 + 2)
+            above = tl.load(path + depth - up, mask=real & branches, other=0)
+            token = deepest + tl.where(branches, above - place, -up)  # a row's places are consecutive in the step
+        else:
+            up, member = within * 0, tl.program_id(1) * BLOCK_M + within
+            real = member < GROUP
+            token = deepest + up
+        own = position - up
+        at = token * query_token + (kv_head * GROUP + member) * query_head
+        wait_for_previous(OVERLAPS)
+        q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
+
+        # State indices fit into int32, which takes half the registers.
+        state = ((token * kv_heads + kv_head) * GROUP + member) * num_splits + split
+        begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
+        end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
+        # Load the prefix kernel's state of this split, if it has one.
+        first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, REACH))
+        going_on = real & (first < prefix_end)
+        acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
+        maximum = tl.load(maxima + state, mask=going_on, other=float("-inf"))
+        total = tl.load(totals + state, mask=going_on, other=0.0)
+        for start in range(begin, end, BLOCK_N):
+            positions = start + tl.arange(0, BLOCK_N)
+            exists = positions <= position
+            step = positions - length  # of the path; negative for committed tokens
+            is_stored = branches & (step >= 0)
+            stored = tl.load(path + step, mask=is_stored & exists, other=0)
+            slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
+            seen = positions[None, :] <= own[:, None]
+            if REACH != _ALL:
+                seen = seen & _reaches(positions, own, window, REACH)
+            key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+            value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+            acc, maximum, total = _add_block(
+                q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
+            )
+        _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+    wait_for_previous(OVERLAPS)  # in programs without a strip too
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _combine_kernel(
+    lengths: tl.tensor,
+    chains: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    rows: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    num_splits: int,
+    window: int,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    totals: tl.tensor,
+    out: tl.tensor,  # [T, heads * head_dim]
+    sinks: tl.tensor,  # [heads]
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    REACH: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    flag: tl.tensor | None = None,
+) -> None:
+    """Combine all splits of one token, for the query heads that share a key head; 0 for padding."""
+    if is_shut(flag):
+        return
+    start_next(OVERLAPS)
+    token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    batch = tl.load(rows + token)
+    length = tl.load(lengths + batch)
+    prefix = length + _before_tile(tl.load(places + token), tl.load(chains + batch), TOKENS)
+    first = _split_of(_first_block(prefix, window, BLOCK_N, REACH), SPLITS)
+    last = _split_of(length + tl.load(depths + token), SPLITS)
+    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
+    inside = member < GROUP
+    real = inside & (token - tl.load(starts + batch) < tl.load(counts + batch))
+    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
+    sink = tl.zeros([BLOCK_G], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * _TO_LOG2
+    at = head * num_splits
+    wait_for_previous(OVERLAPS)
+    result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
+    dims = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])

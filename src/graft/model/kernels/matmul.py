@@ -178,7 +178,7 @@ class Products:
             BLOCK_K=tile.inputs,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **overlap.product_options(x.device),
+            **overlap.options(x.device),
             **gate.options(),
         )
         return out
@@ -216,7 +216,6 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    ENDS_EARLY: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
     """Compute one tile. A row's last tile ends with the last token, since loads past it are slow. Tokens that it shares
@@ -227,7 +226,7 @@ def _product_kernel(
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
     sizes = num_tokens, num_outputs, num_inputs
-    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS, ENDS_EARLY)
+    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS)
     if HAS_HALVES:
         if row < num_whole:
             _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
@@ -260,7 +259,6 @@ def _tile(
     BY_DESCRIPTOR: tl.constexpr = flags[2]
     PRECISION: tl.constexpr = flags[3]
     OVERLAPS: tl.constexpr = flags[4]
-    ENDS_EARLY: tl.constexpr = flags[5]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     ups = acc
     for place in range(0, num_inputs, BLOCK_K):
@@ -274,7 +272,6 @@ def _tile(
             up = num_outputs // 2 + output
             w = _block(weight, up, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
             ups = tl.dot(w, tokens.T, ups, input_precision=PRECISION)
-    start_next(ENDS_EARLY)
     token += tl.arange(0, BLOCK_T)
     output += tl.arange(0, BLOCK_N)
     if HAS_BIAS:

@@ -12,9 +12,7 @@ Each kernel waits for the previous one, which has waited too. So after the wait,
 the wait, kernels back to the last usual launch may still run. A usual launch starts when all earlier kernels have
 ended, and later ones start when it has ended.
 
-Results have the same bits with and without overlap. In small layers all launches overlap. In large ones a matrix
-product is launched as usual, since its programs would take room from earlier kernels while they wait; the small kernel
-after it starts when the product's sums are complete.
+Results have the same bits with and without overlap. It is faster if layers are small (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -36,36 +34,27 @@ _LEAST_CAPABILITY = 9
 _LEAST_CUDA = (12, 4)  # graphs preserve such launches from this version on
 USUAL: dict[str, Any] = {"OVERLAPS": False}  # options of a launch that starts when all earlier kernels have ended
 
-# Whether launches overlap, and whether those of products do too.
-_overlapping: ContextVar[tuple[bool, bool]] = ContextVar("graft_overlapping_launches", default=(False, False))
+_is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", default=False)
 
 
 @contextmanager
-def launches(of_products: bool) -> Iterator[None]:
-    """Context in which launches overlap if possible, those of products if so asked, and none behind a gate.
+def launches(are_worth_it: bool) -> Iterator[None]:
+    """Context in which launches overlap if possible and worth it, and not behind a gate.
 
     Kernels read layout and plan before they wait. So these must be written before, and the first launch inside must be
     a usual one, which waits for those writes.
     """
-    token = _overlapping.set((True, of_products))
+    token = _is_worth_it.set(are_worth_it)
     try:
         yield
     finally:
-        _overlapping.reset(token)
+        _is_worth_it.reset(token)
 
 
 def options(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may overlap with the previous one, for a kernel with the flag OVERLAPS."""
-    overlaps = is_on and _overlapping.get()[0] and not gate.is_set() and _is_possible(device)
+    overlaps = is_on and _is_worth_it.get() and not gate.is_set() and _is_possible(device)
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else USUAL
-
-
-def product_options(device: torch.device) -> dict[str, Any]:
-    """Options of a product's launch, for a kernel with the flags OVERLAPS and ENDS_EARLY."""
-    usual = options(device)
-    if _overlapping.get()[1]:
-        return {**usual, "ENDS_EARLY": False}
-    return {**USUAL, "ENDS_EARLY": usual["OVERLAPS"]}
 
 
 @cache

@@ -314,6 +314,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             table_rows=by_row.table_rows,
             tables=buffers.tables,
             max_context=context,
+            only_chains=True,
         )
         self._enter(buffers, features.to(self._weight.dtype), entries.tokens, by_row, layout)
 

@@ -58,6 +58,7 @@ class BlockBuffers(DraftBuffers):
         self._counts = torch.full_like(rows, self.width)
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._two_ways = bidirectional_columns(self.width, self.max_rows, fast.tile, pool.device)
+        self._fits_tile = self.width <= fast.tile
         self._trees = torch.zeros(5 * self.max_rows * num_nodes, dtype=torch.int32, device=pool.device)
 
     def layout(self, rows: int, context: int) -> Layout:
@@ -74,12 +75,13 @@ class BlockBuffers(DraftBuffers):
             table_rows=by_row.table_rows[:rows],
             tables=self.tables,
             max_context=context,
+            only_chains=True,
         )
 
     def two_ways(self, layout: Layout) -> Layout:
         """The same slots, each of which sees all slots of its row."""
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
-        return replace(layout, places=places, depths=depths, paths=paths)
+        return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
     def trees(self, shape: Shape) -> Trees:
         """The trees of a round, on the device."""
