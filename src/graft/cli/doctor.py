@@ -39,7 +39,6 @@ def doctor(
     from graft.bench.tasks import built_in_tasks
     from graft.data import read_prompts, user_message
     from graft.errors import GraftError
-    from graft.tuning.turns import MIN_NOISE, speed_of
 
     check_size("prompts", prompts)
     check_size("max_new_tokens", max_new_tokens)
@@ -53,6 +52,8 @@ def doctor(
     except GraftError as error:
         _print_line("supported", f"no: {error}")
         raise typer.Exit(1) from error
+    from graft.tuning.turns import MIN_NOISE, speed_of
+
     load_seconds = time.perf_counter() - start
     target = engine.target
     _print_line("supported", f"yes: {type(target.model).__name__} on {target.device}, {target.mode} steps")
