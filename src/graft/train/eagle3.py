@@ -124,14 +124,16 @@ def unrolled_backward(
     flat, final = [step.detach().flatten(0, 1) for step in outputs], states.final.flatten(0, 1)
     gradients = [torch.zeros_like(step) for step in flat]
     losses, rights = torch.zeros(2, settings.unroll, device=device)
-    count = _num_scored(batch, settings.unroll)
+    # A place is scored if all unrolled steps that predict the token after it stay within its document.
+    is_scored, weights = batch.positions >= settings.unroll, _weights(settings, device)
+    count = (is_scored.gather(1, batch.anchors) & (batch.num_labels > 0)).sum().clamp(min=1)
     for chunk in labelled_chunks(batch, settings.chunk_tokens):
         entries = (chunk.places - 1).clamp(min=0)  # entry i predicts token i + 2
-        scored = chunk.weights * _is_scored(batch, settings.unroll).flatten()[chunk.places]
+        scored = chunk.weights * is_scored.flatten()[chunk.places]
         with torch.no_grad(), autocast(device, settings):
             wanted = _wanted(nn.functional.linear(final[chunk.places], rows), settings.greedy_weight)
         likeliest = wanted.argmax(dim=-1)
-        for step, weight in enumerate(_weights(settings, device)):
+        for step, weight in enumerate(weights):
             leaf = flat[step][entries].requires_grad_(torch.is_grad_enabled())
             with autocast(device, settings):
                 logits = head.logits(leaf)
@@ -162,16 +164,6 @@ def _wanted(logits: Tensor, greedy_weight: float) -> Tensor:
     return shares.scatter_add_(
         -1, logits.argmax(dim=-1, keepdim=True), torch.full_like(shares[:, :1], greedy_weight)
     ).log()
-
-
-def _is_scored(batch: PackedBatch, unroll: int) -> Tensor:
-    """[R, T] whether all unrolled steps that predict the token after this one stay within its document."""
-    return batch.positions >= unroll
-
-
-def _num_scored(batch: PackedBatch, unroll: int) -> Tensor:
-    is_scored = _is_scored(batch, unroll).gather(1, batch.anchors)
-    return (is_scored & (batch.num_labels > 0)).sum().clamp(min=1)
 
 
 def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unroll: int, flex: bool) -> list[Tensor]:
