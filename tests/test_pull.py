@@ -324,9 +324,13 @@ class TestFetchWheel:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
 
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            fetch_wheel("tiny-part1==1.0", executable_folder / "download", "")
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore interrupts
+        try:
+            threading.Thread(target=interrupt, daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                fetch_wheel("tiny-part1==1.0", executable_folder / "download", "")
+        finally:
+            signal.signal(signal.SIGINT, before)
         with pytest.raises(ProcessLookupError):
             os.kill(int(written.read_text()), 0)
 
