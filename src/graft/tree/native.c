@@ -1,5 +1,5 @@
-/* A round's bookkeeping on the host: candidates, successor tables, suffix lookup and the acceptance walk. A round is
-   about a thousand small operations, each far cheaper than a tensor operation.
+/* A round's bookkeeping on the host: candidates, successor tables and suffix lookup. A round is about
+   a thousand small operations, each far cheaper than a tensor operation.
 
    The same proposals give the same tree on every machine. Sums and products have a fixed order, no product is followed
    by a sum that a compiler could fuse with it, and no mathematical library is called: logarithms are comparisons, and

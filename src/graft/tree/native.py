@@ -122,7 +122,6 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_values_by_need": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
-    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
     "graft_flatten_trees": [*[c_int64] * 2, *[c_void_p] * 3, c_int64, *[c_void_p] * 5],
     "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],

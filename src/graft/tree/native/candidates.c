@@ -316,9 +316,9 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's path was emitted with another token
-   after it. fitted: those of them that are this token. emitted: the rows' new tokens, one row after the other. Counts
-   above `memory` are scaled down to it, so that old observations fade. */
+/* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's
+   path was emitted with another token after it. fitted: those of them that are this token. emitted: the rows' new
+   tokens, one row after the other. Counts above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_groups, int64_t num_sources, int64_t num_buckets, float memory) {
