@@ -190,19 +190,6 @@ def test_same_seed_same_text_with_the_noise_without_it_and_plain(name):
     assert texts("graft") == texts("graft-without-noise") == plain
 
 
-@pytest.mark.parametrize("policy", ["graft", "dense-with-noise", "paper-with-noise"])
-def test_answers_decoded_together_are_those_of_their_seeds_alone(policy):
-    model = tiny_model(num_hidden_layers=6)
-    engine = Engine(model, drafter=make_drafter("eagle3", model), policy=policy, budget=12)
-    each = [{"temperature": 0.0}, *({"temperature": 1.0, "seed": seed} for seed in (3, 4)), {"temperature": 0.4}]
-    each = [{"seed": 9, **options} for options in each]
-    prompts = [PROMPT, PROMPT[:4], PROMPT, [8, 8, 8, 1, 8, 8]]
-    together = engine.generate_batch(prompts, each=each, max_new_tokens=16)
-    for prompt, options, result in zip(prompts, each, together, strict=True):
-        plain = Engine(model, policy="off").generate(prompt, max_new_tokens=16, **options)
-        assert result.ids == plain.ids
-
-
 def test_draws_keep_the_models_own_distribution():
     """5,000 draws with trees that know the noise, two in each of 2,500 answers, against the model's probabilities."""
     model = tiny_model()

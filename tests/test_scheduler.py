@@ -148,32 +148,6 @@ def test_a_prefix_that_another_request_is_reading_is_waited_for(model, schedule)
     other.wait()
 
 
-def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
-    scheduler = schedule(max_rows=1)
-    gate = Gate(scheduler.engine.target)
-    long = Asked(scheduler, "long", max_new_tokens=1500)
-    gate.wait()
-    short = Asked(scheduler, "short", max_new_tokens=4)
-    assert scheduler.num_running == 1 and scheduler.num_waiting == 1 and scheduler.cache_use > 0
-    scheduler.cancel(long.job)
-    gate.open()
-    assert short.wait() == alone(model, "short", max_new_tokens=4)
-    assert long.job.sequences[0].finish_reason is None
-
-
-def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
-    scheduler = schedule("off", max_batched_tokens=32)
-    gate = Gate(scheduler.engine.target)
-    running = Asked(scheduler, "abc", max_new_tokens=1000)
-    gate.wait()
-    before = running.job.sequences[0].stats.tokens
-    late = Asked(scheduler, "x" * 800, max_new_tokens=1)
-    gate.open()
-    late.wait()
-    assert running.job.sequences[0].stats.tokens >= before + 800 // 32 - 5, "a round with every chunk"
-    scheduler.cancel(running.job)
-
-
 def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, schedule):
     scheduler = schedule(max_rows=1, max_waiting=2)
     gate = Gate(scheduler.engine.target)
@@ -234,50 +208,6 @@ def test_a_request_that_fails_ends_alone(model, schedule, monkeypatch):
     assert bad.wait() == Failure("request", "nothing may follow")
     assert late.wait() == Failure("timeout", "the request took longer than allowed")
     assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
-
-
-def test_after_a_round_that_crashed_the_next_requests_are_answered(model, schedule, monkeypatch):
-    scheduler = schedule()
-    engine = scheduler.engine
-    run_round, crashes = engine.run_round, [True]
-
-    def crash_once(*given):
-        if crashes and crashes.pop():
-            raise RuntimeError("out of memory")
-        run_round(*given)
-
-    monkeypatch.setattr(engine, "run_round", crash_once)
-    assert Asked(scheduler, "abc").wait() == Failure("server", "the request failed; the server's log says why")
-    assert Asked(scheduler, "abc", max_new_tokens=9).wait() == alone(model, "abc", max_new_tokens=9)
-
-
-def test_a_request_may_be_decoded_plainly_beside_others_that_speculate(model, schedule):
-    scheduler = schedule()
-    options = {"max_new_tokens": 80, "ignore_eos": True}
-    plain = Asked(scheduler, "abab", speculates=False, **options)
-    graft = Asked(scheduler, "abab", **options)
-    assert plain.wait() == graft.wait() == alone(model, "abab", **options)
-    stats = plain.job.sequences[0].stats
-    assert stats.nodes == 0 and stats.rounds == 80 and graft.job.sequences[0].stats.nodes > 0
-
-
-def test_closing_lets_requests_end_and_takes_no_more(model, schedule):
-    scheduler = schedule()
-    running = Asked(scheduler, "abc", max_new_tokens=50)
-    scheduler.close(drain_seconds=60)
-    assert running.wait() == alone(model, "abc", max_new_tokens=50)
-    with pytest.raises(BusyError, match="shutting down"):
-        Asked(scheduler, "abc")
-
-
-def test_closing_ends_what_takes_too_long(schedule):
-    scheduler = schedule()
-    gate = Gate(scheduler.engine.target)
-    running = Asked(scheduler, "abc", max_new_tokens=1800)
-    gate.wait()
-    gate.open_when(lambda: scheduler.is_closing)
-    scheduler.close(drain_seconds=0)
-    assert running.wait() == Failure("shutdown", "the server is shutting down")
 
 
 # What fails

@@ -305,7 +305,7 @@ def test_refusals_have_their_types_and_are_counted():
         gate.wait()
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="tiny", prompt="x")
-        assert refused.value.type == "rate_limit_error"
+        assert refused.value.type == "rate_limit_error" and refused.value.response.headers["retry-after"] == "1"
         stream.close()
         gate.open()
         assert [failed(reason) for reason in ("key", "request", "model", "busy")] == [1, 1, 1, 1]
