@@ -233,23 +233,6 @@ def test_the_layers_that_stay_make_up_for_the_others_and_the_target_stays_as_it_
     assert torch.equal(embedding, model.get_input_embeddings().weight)
 
 
-def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, tmp_path):
-    whole, _ = run(model, tmp_path / "whole")
-    for done in range(1, 4):
-        parts, now = run(model, tmp_path / "parts", deadline=time.perf_counter() - 1)  # over at once: a step a call
-        assert now == done
-    parts, _ = run(model, tmp_path / "parts")
-    for name, weight in whole.head.state_dict().items():
-        assert torch.equal(weight, parts.head.state_dict()[name]), name
-    state = torch.load(tmp_path / "whole" / "state.pt", weights_only=True)
-    name = "parts.norm.weight"
-    assert torch.equal(state["average"][name], whole.head.state_dict()[name])
-    assert not torch.equal(state["head"][name], state["average"][name])
-    other = objective_for(model, kept=(0, 1, 5))
-    with pytest.raises(GraftError, match="other settings, answers or another head"):
-        optimize(other, SETTINGS, tmp_path / "parts", len(texts()))
-
-
 @pytest.mark.parametrize("count", [0, 6, 7])
 def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
     recipe = DepthPrunedRecipe(SETTINGS, count)

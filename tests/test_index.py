@@ -242,11 +242,6 @@ def test_every_changed_byte_of_the_header_is_noticed(tmp_path):
             Datastore(tmp_path / "index")
 
 
-def test_a_folder_without_an_index_is_refused(tmp_path):
-    with pytest.raises(GraftError, match="holds no index"):
-        Datastore(tmp_path)
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_damage_that_opening_does_not_see_stops_no_lookup_and_gives_no_foreign_ids(tmp_path, part):
     draw = random.Random(0)

@@ -671,20 +671,26 @@ OTHER_TILES = sorted(set(itertools.product((64, 128, 256), (16, 64, 128), (64, 1
 
 
 @pytest.mark.parametrize(
-    ("outputs", "tokens", "inputs"),
-    [*QUICK_TILES, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in OTHER_TILES)],
+    ("outputs", "tokens", "inputs", "is_gated", "by_descriptor"),
+    [
+        *((*sizes, False, True) for sizes in QUICK_TILES),
+        *(pytest.param(*sizes, False, True, marks=pytest.mark.slow) for sizes in OTHER_TILES),
+        *((*sizes, True, new) for sizes in [(128, 16, 128), (128, 128, 64), (256, 64, 64)] for new in (True, False)),
+    ],
 )
-def test_tiles_change_no_bit(outputs, tokens, inputs):
+def test_tiles_change_no_bit(outputs, tokens, inputs, is_gated, by_descriptor):
+    """Of products, and of products with their activation; by_descriptor: as newer devices load blocks."""
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 256), (512,), (150, 256)))
-    products = Products(x.device)
+    products, bias = Products(x.device), None if is_gated else bias
     # The interpreter leaves the order within a block to NumPy; instructions have their own, in blocks of any size.
-    block = inputs if DEVICE == "cpu" else 64
+    block, rows, least = inputs if DEVICE == "cpu" else 64, 512 // outputs, 128 if is_gated else 64
     expected = products.multiply(x, weight, bias, Tile(64, 16, block, warps=4, stages=2, num_whole=8))
-    rows = 512 // outputs
-    for num_whole in {rows, 1, 0} if outputs > 64 else {rows}:
+    expected = layer_kernels.silu_mul(expected) if is_gated else expected
+    products._by_descriptor = by_descriptor
+    for num_whole in {rows, 1, 0} if outputs > least else {rows}:
         tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
-        assert torch.equal(products.multiply(x, weight, bias, tile), expected), num_whole
+        assert torch.equal(products.multiply(x, weight, bias, tile, is_gated=is_gated), expected), num_whole
 
 
 @pytest.mark.parametrize(("dtype", "neurons"), [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])], ids=str)
@@ -698,20 +704,6 @@ def test_a_product_with_its_activation_has_the_bits_of_the_two_kernels(dtype, ne
         separate = products.multiply(x[:number], weight, None, replace(tile, outputs=64, num_whole=neurons // 32))
         expected = layer_kernels.silu_mul(separate)
         assert torch.equal(products.multiply(x[:number], weight, is_gated=True), expected), number
-
-
-@pytest.mark.parametrize(("outputs", "tokens", "inputs"), [(128, 16, 128), (128, 128, 64), (256, 64, 64)])
-@pytest.mark.parametrize("by_descriptor", [True, False])
-def test_tiles_change_no_bit_of_an_activation(outputs, tokens, inputs, by_descriptor):
-    torch.manual_seed(0)
-    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 256), (150, 256)))
-    products, rows = Products(x.device), 512 // outputs
-    block = inputs if DEVICE == "cpu" else 64
-    expected = layer_kernels.silu_mul(products.multiply(x, weight, None, Tile(64, 16, block, 4, 2, num_whole=8)))
-    products._by_descriptor = by_descriptor
-    for num_whole in {rows, 1, 0} if outputs > 128 else {rows}:
-        tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
-        assert torch.equal(products.multiply(x, weight, None, tile, is_gated=True), expected), num_whole
 
 
 SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]

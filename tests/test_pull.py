@@ -268,12 +268,6 @@ def test_home_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):
         pull(tiny)
 
 
-def test_damaged_model_is_reported_with_the_way_out(tiny):
-    (pull(tiny) / "config.json").write_text("cut")
-    with pytest.raises(ModelError, match=r"config\.json has 3 bytes instead of 5.*graft pull --force tiny"):
-        pull(tiny)
-
-
 @pytest.mark.parametrize("model", PACKAGED_MODELS.values(), ids=lambda model: model.name)
 def test_every_wheel_is_pinned(model):
     assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", wheel.requirement) for wheel in model.wheels)

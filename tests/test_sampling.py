@@ -195,16 +195,6 @@ def test_padding_is_never_accepted():
     assert paths(tree, torch.full((1, 3), 5)) == accepted
 
 
-def test_min_tokens_forbids_every_ending_until_then():
-    model = tiny_model()
-    model.generation_config.eos_token_id = list(range(30))  # half of all tokens end an answer
-    engine = Engine(model, policy=RandomTrees())
-    for seed in range(5):
-        options = {"temperature": 2.0, "seed": seed, "max_new_tokens": 40}
-        result = engine.generate(PROMPT, min_tokens=6, **options)
-        assert len(result.ids) >= 6 and not set(result.ids[:5]) & set(range(30))
-
-
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])
 def test_endings_are_forbidden_for_as_many_tokens_as_in_transformers(min_tokens):
     processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, [7], device="cpu")
@@ -281,9 +271,7 @@ def test_two_sampled_tokens_follow_the_models_exact_distribution(tokens, parents
             counts[choice.ids[0] * vocab + choice.ids[1]] += 1
             accepted += choice.stats.accepted
     assert accepted > draws / 20, "the tree took part"
-    assert (
-        chisquare(counts.double().numpy(), (expected.double() * draws / expected.double().sum()).numpy()).pvalue > 1e-3
-    )
+    assert fit(counts, expected) > 1e-3
 
 
 def test_the_distribution_test_notices_a_biased_rule():

@@ -211,35 +211,6 @@ def test_training_a_head_leaves_the_model_as_it_was(answers, tmp_path):
     assert logs[0] == logs[1], "the head learned from the model without its dropout"
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
-    whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
-
-    class Stop(Exception):
-        pass
-
-    def stop_late(record):
-        if record["step"] == 10:
-            raise Stop
-
-    with pytest.raises(Stop):
-        train(make_head(model), model, answers, SETTINGS, tmp_path / "parts", stop_late)
-    resumed_at = []
-    other = make_head(model, seed=5)  # whose weights must not matter
-    other.set_vocabulary(make_head(model).t2d.nonzero().squeeze(1))
-    parts = train(other, model, answers, SETTINGS, tmp_path / "parts", lambda r: resumed_at.append(r["step"]))
-    assert min(resumed_at) >= 8, "it went on from its last state"
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, parts.state_dict()[name]), name
-    logs = [(tmp_path / run / "log.jsonl").read_text() for run in ("whole", "parts")]
-    assert logs[0] == logs[1]
-
-
-def test_a_folder_of_another_run_is_refused(model, answers, tmp_path):
-    train(make_head(model), model, answers, replace(SETTINGS, steps=4), tmp_path)
-    with pytest.raises(GraftError, match="other settings"):
-        train(make_head(model), model, answers, replace(SETTINGS, steps=4, step_weight=0.5), tmp_path)
-
-
 @pytest.mark.parametrize("size", [40, 30])
 def test_a_run_with_another_draft_vocabulary_is_refused(model, answers, tmp_path, size):
     settings = replace(SETTINGS, steps=4)
