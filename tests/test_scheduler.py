@@ -482,6 +482,24 @@ def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedul
     assert [ask(number).wait() for number in range(3)] == texts
 
 
+def test_closing_ends_a_request_that_is_just_being_preempted(schedule, monkeypatch):
+    scheduler, _ = unsettled(schedule, monkeypatch)
+
+    class AndClose(list):
+        """Called in the scheduler's thread, before the request goes back to those that wait."""
+
+        def append(self, job):
+            super().append(job)
+            threading.Thread(target=scheduler.close).start()
+            until(lambda: scheduler.is_closing)
+
+    scheduler.preempted = AndClose()
+    with undisturbed(scheduler):
+        asked = [Asked(scheduler, f"text {number}", max_new_tokens=1500, ignore_eos=True) for number in range(2)]
+    assert [request.wait() for request in asked] == [Failure("shutdown", "the server is shutting down")] * 2
+    assert scheduler.preempted == [asked[1].job]
+
+
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
     scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
     options = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0}
