@@ -216,8 +216,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
 
 
 def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):
-    model = tiny_model("llama", vocab_size=BYTE_VOCAB, max_position_embeddings=512).to(DEVICE)
-    engine = Engine(model, byte_tokenizer(), policy="off")
+    engine = byte_engine()
     asked = [
         ("the first, which is long", {"max_new_tokens": 14}),
         ("it ends early", {"max_new_tokens": 3, "temperature": 1.0, "seed": 3}),
@@ -235,11 +234,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
     finally:
         scheduler.close()
     assert not engine.target.pool.is_in_use
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
-        plain = Engine(model, byte_tokenizer(), policy="off")
-        assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
+    assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
