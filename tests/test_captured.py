@@ -264,7 +264,7 @@ def test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_ste
     assert expected != text_by([WARM]), "without it the text is another"
     engine = Engine(model, policy=RandomTrees(7))
     assert engine.generate(PROMPT, temperature=0.8, seed=3, max_new_tokens=16, **{name: value}).ids == expected
-    assert engine.target._graphs.failure is None
+    assert graphs_of(engine.target).failure is None
 
 
 def test_trees_that_fit_no_step_together_lose_their_least_likely_nodes(plain, monkeypatch):

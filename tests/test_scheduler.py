@@ -23,7 +23,7 @@ from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from proposers import Oracle, RandomTrees
-from scheduling import Asked, alone, new_model, undisturbed, unsettled
+from scheduling import Asked, alone, new_model, undisturbed, unsettled, watched
 from tiny import BYTE_VOCAB, byte_tokenizer
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before
     scheduler = schedule("off", max_batched_tokens=50)
     prompt = "It was a dark and stormy night. " * 6
     Asked(scheduler, prompt, max_new_tokens=3).wait()
-    with scheduler._changed:  # before it is taken in
+    with undisturbed(scheduler):  # before it is taken in
         request = Asked(scheduler, prompt, max_new_tokens=3)
         request.job.sequences[0].num_prompt_logprobs = 2
     request.wait()
@@ -381,23 +381,15 @@ def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
     free = plainly.generate(prompt, **options)
     expected = plainly.generate(prompt, stop=[free.text[9:11]], **options)
     scheduler = schedule(Oracle(free.ids, len(free.prompt_ids), depth=4))
-    for watched in (options, {**options, "logprobs": None}):
-        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **watched)
+    for own in (options, {**options, "logprobs": None}):
+        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **own)
         assert request.wait() == [expected.text] and 2 < len(expected.ids) < 40
         assert [token for update in request.updates for token in update.ids] == expected.ids
         told = [each.token for update in request.updates for each in update.logprobs]
-        assert told == (expected.ids if watched is options else [])
+        assert told == (expected.ids if own is options else [])
 
 
 # When the cache is full
-
-
-def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=10):
-    """A scheduler whose pages do not suffice for those who ask, and how often one of them was preempted."""
-    scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
-    preempt, backs = scheduler._preempt, []
-    monkeypatch.setattr(scheduler, "_preempt", lambda job: (backs.append(job), preempt(job)))
-    return scheduler, backs
 
 
 VARIOUS = [
@@ -440,17 +432,9 @@ def test_a_request_that_was_preempted_and_read_again_has_the_same_text(model, sc
 
 
 def test_a_request_that_was_preempted_goes_on_before_those_that_wait(schedule, monkeypatch):
-    scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
-    make_room, backs, heard = scheduler._extend_rows, [], []
-
-    def and_preempt():
-        if not backs and asked["second"].job in scheduler._jobs.values():
-            backs.append(asked["second"].job)
-            scheduler._preempt(backs[0])
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
-    with scheduler._changed:  # all of them before the first is taken in
+    scheduler, backs = unsettled(schedule, monkeypatch, policy="off", max_rows=2)
+    heard = []
+    with undisturbed(scheduler):  # all of them before the first is taken in
         asked = {
             name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
             for name, count in (("first", 120), ("second", 20), ("third", 3), ("fourth", 3))
@@ -461,7 +445,8 @@ def test_a_request_that_was_preempted_goes_on_before_those_that_wait(schedule, m
     for request in asked.values():
         request.wait()
     others = [name for name in heard if name != "first"]
-    assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
+    assert asked["second"].job in backs
+    assert others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
 def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedule, monkeypatch):
@@ -501,7 +486,7 @@ def test_closing_ends_a_request_that_is_just_being_preempted(schedule, monkeypat
 
 
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
-    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
+    scheduler, backs = watched(schedule, monkeypatch, max_cache_tokens=8 * PAGE)
     options = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0}
     with undisturbed(scheduler):
         asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
@@ -511,7 +496,7 @@ def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(mod
 
 
 def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
-    scheduler, _ = tight(schedule, model, monkeypatch)
+    scheduler, _ = watched(schedule, monkeypatch, max_cache_tokens=10 * PAGE)
     room = 10 * PAGE - scheduler.pages.slots_ahead
     options = {"max_new_tokens": room - 400, "ignore_eos": True}
     large = [Asked(scheduler, "x" * 400, **options) for _ in range(2)]
@@ -524,7 +509,7 @@ def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, 
 
 def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, monkeypatch):
     """One takes 6 of 15 pages at once and soon needs 4 of them; two others begin with 3 each and come to need 5."""
-    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=15)
+    scheduler, backs = watched(schedule, monkeypatch, max_cache_tokens=15 * PAGE)
     trim, trimmed = scheduler.pages.trim, []
     monkeypatch.setattr(scheduler.pages, "trim", lambda batches: trimmed.append(trim(batches)) or trimmed[-1])
     # All decoded plainly, a token a round, so that nobody is far ahead.
