@@ -181,7 +181,7 @@ def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeyp
     ("head", "policy"),
     [
         ("conditional", "graft"),
-        ("conditional", "graft-without-noise"),
+        pytest.param("conditional", "graft-without-noise", marks=pytest.mark.slow),
         *(pytest.param(head, "graft", marks=pytest.mark.slow) for head in ("marginal", "markov")),
     ],
 )
