@@ -372,15 +372,12 @@ def device_memory(num_rows, context, past_tokens):
     return DeviceRound(*shape, sources, known, meta).memory()
 
 
-def test_device_state_takes_the_memory_that_the_docs_say():
+def test_device_state_takes_the_memory_that_the_docs_say_and_leaves_most_of_the_workspace_to_graphs():
     megabytes = {what: size / 1e6 for what, size in device_memory(64, 8192, 1 << 18).items()}
     assert megabytes["texts"] == pytest.approx(65 * 8192 * 4 / 1e6, rel=0.01)
     assert megabytes["finished texts"] == pytest.approx(8 * (1 << 18) / 1e6)
     assert sum(megabytes.values()) == pytest.approx(47, abs=1)
     assert sum(device_memory(64, 8192, 1 << 20).values()) / 1e6 == pytest.approx(94, abs=1)
-
-
-def test_device_state_leaves_most_of_the_workspace_to_graphs_at_the_largest_sizes():
     assert sum(device_memory(MAX_TREE_TOKENS, 131072, 1 << 20).values()) < _WORKSPACE / 4
 
 

@@ -36,8 +36,11 @@ def speculating(model, answer, prompt="grafting"):
     return Engine(model, byte_tokenizer(), policy=Oracle(answer, len(byte_tokenizer().encode(prompt))))
 
 
-def test_an_end_of_text_inside_an_accepted_block_ends_the_answer_there(byte_model):
+def test_an_end_of_text_or_a_stop_token_inside_an_accepted_block_ends_the_answer_there(byte_model):
     free = answer_of(byte_model, max_new_tokens=24)
+    engine, stop = speculating(byte_model, free.ids), free.ids[10]
+    stopped = engine.generate("grafting", max_new_tokens=24, stop_token_ids=[stop])
+    assert stopped.ids == free.ids[: free.ids.index(stop) + 1] and stopped.finish_reason == "stop"
     byte_model.generation_config.eos_token_id = free.ids[7]
     try:
         plain = answer_of(byte_model, max_new_tokens=24)
@@ -49,13 +52,6 @@ def test_an_end_of_text_inside_an_accepted_block_ends_the_answer_there(byte_mode
     assert result.finish_reason == plain.finish_reason == "stop"
     assert result.stats.tokens == len(result.ids) and result.stats.accepted <= result.stats.tokens
     assert ignoring.ids == free.ids
-
-
-def test_a_stop_token_inside_an_accepted_block_ends_the_answer_there(byte_model):
-    free = answer_of(byte_model, max_new_tokens=24)
-    stop = free.ids[10]
-    result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=24, stop_token_ids=[stop])
-    assert result.ids == free.ids[: free.ids.index(stop) + 1] and result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
@@ -103,9 +99,6 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(byt
     assert (result.ids, result.text, result.finish_reason) == ([special], "", "stop")
     late = answer_of(byte_model, **options, **bias, min_tokens=3)
     assert (late.ids, late.finish_reason) == ([special] * 3, "stop")
-
-
-def test_a_stop_string_that_holds_a_special_token_among_other_text_is_refused(byte_model):
     with pytest.raises(GraftError, match=r"never part of the text: give '</s>' alone, or stop_token_ids=\[2\]"):
         answer_of(byte_model, stop=["fine", "end</s>"])
 

@@ -152,16 +152,6 @@ def table(request):
     return make_table(*request.param)
 
 
-def test_a_table_returns_the_last_prediction_for_the_same_ngram_and_none_for_others(table):
-    learned, same = NGRAM[table.order]
-    assert first_successor(table, learned) == COLD, "cold"
-    learn(table, judged([learned], [20]))
-    assert first_successor(table, same) == 20
-    assert first_successor(table, OTHER[table.order]) == COLD
-    learn(table, judged([same], [30]))
-    assert first_successor(table, learned) == 30
-
-
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
     table = SuccessorTable(order, 1)  # all share one row
@@ -179,14 +169,6 @@ def test_texts_under_different_salts_are_kept_apart(order):
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, COLD]
     learn(table, judged([(1, 2, 5)], [30], salt=2))
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, 30]
-
-
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_isolated_texts_know_what_all_know_until_they_know_better(order):
-    table = SuccessorTable(order, NUM_ROWS, isolated=True)
-    learn(table, judged([(1, 2, 5)], [40], salt=0))
-    learn(table, judged([(1, 2, 5)], [20], salt=1))
-    assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [40, 20, 40]
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])

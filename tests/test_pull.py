@@ -157,15 +157,22 @@ def test_gguf_with_another_checksum_is_refused_before_it_is_converted(tiny, monk
     assert left_behind() == [".tiny.parts"]
 
 
-def test_interrupted_download_goes_on_with_the_next_part(tiny, index):
-    index.gone = {3}
-    with pytest.raises(KeyboardInterrupt):
-        pull(tiny)
-    assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
-    index.asked, index.gone = [], set()
-    pull(tiny)
-    assert index.asked == [3]
-    assert left_behind() == ["tiny"]
+def test_interrupted_download_goes_on_with_the_next_part_and_fetches_a_damaged_one_again(tiny, index):
+    for number, damaged in ((3, None), (2, "01.whl")):
+        index.gone = {number}
+        with pytest.raises(KeyboardInterrupt):
+            pull(tiny, force=damaged is not None)
+        assert ".tiny.parts" in left_behind()
+        parts = graft_home() / "models" / ".tiny.parts"
+        if damaged:
+            (parts / damaged).write_bytes(b"cut")
+            (parts / "stray").touch()
+        else:
+            assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
+        index.asked, index.gone = [], set()
+        pull(tiny, force=damaged is not None)
+        assert index.asked == ([1, 2, 3] if damaged else [3])
+        assert left_behind() == ["tiny"]
 
 
 def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatch):
@@ -177,18 +184,6 @@ def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatc
     pull(tiny)
     assert index.asked == [1, 2, 3]
     assert left_behind() == ["tiny"]
-
-
-def test_kept_part_that_was_damaged_is_fetched_again(tiny, index):
-    index.gone = {3}
-    with pytest.raises(KeyboardInterrupt):
-        pull(tiny)
-    parts = graft_home() / "models" / ".tiny.parts"
-    (parts / "01.whl").write_bytes(b"cut")
-    (parts / "stray").touch()
-    index.asked, index.gone = [], set()
-    pull(tiny)
-    assert index.asked == [1, 3]
 
 
 def test_the_next_pull_removes_what_a_killed_one_left(tiny, monkeypatch):

@@ -164,13 +164,6 @@ def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(m
             assert float(rights[step]) == float(q.argmax() == tokens[place])
 
 
-def test_the_first_step_of_the_unroll_is_plain_causal_attention():
-    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    starts = torch.zeros(2, 9, dtype=torch.int64)
-    torch.testing.assert_close(unrolled_attention(q, [k], [v], starts, flex=False), expected)
-
-
 def test_the_gradient_is_that_of_the_loss(model, answers):
     head = make_head(model)
     settings = replace(SETTINGS, chunk_tokens=16)
