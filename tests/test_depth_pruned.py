@@ -296,21 +296,3 @@ def test_graft_train_makes_a_draft_model_whose_text_is_the_targets(graft_tiny, g
 
 def json_order(out):
     return json.loads((out / "work" / "layers.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layers", "0"], "--layers must be at least 1, not 0"),
-        (["--unroll", "3"], "--unroll does not apply to --kind depth-pruned"),
-        (["--taps", "3"], "--taps does not apply to --kind depth-pruned"),
-        (["--max-file-mib", "3"], "--max-file-mib does not apply to --kind depth-pruned"),
-        (["--measured", "1"], "measured must be at least 2, not 1"),
-        (["--steps", "-1"], "steps must be at least 0, not -1"),
-        (["--kind", "eagle3", "--steps", "0"], "steps must be at least 1, not 0"),
-        (["--kind", "treeflash", "--measured", "9"], "--measured does not apply to --kind treeflash"),
-    ],
-)
-def test_wrong_options_for_a_depth_pruned_model_are_one_line(graft, prompts, tmp_path, words, message):
-    result = graft("train", "--prompts", prompts, "--out", str(tmp_path), "--kind", "depth-pruned", *words)
-    assert result.status == 2 and message in result.err and result.err.count("\n") == 1

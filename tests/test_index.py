@@ -1,7 +1,6 @@
 """The datastore: what is built is found again, exactly; what is damaged, foreign or half-made is refused."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -404,10 +403,3 @@ def test_info_reads_all_only_when_asked(tmp_path, graft):
     checked = graft("index", "info", "--verify", str(tmp_path / "index"))
     assert checked.status == 2
     assert path.name in checked.err
-
-
-def test_errors_are_one_line(tmp_path, model_folder, graft):
-    missing = graft("index", "build", "--model", model_folder, str(tmp_path / "none"), "--out", str(tmp_path / "x"))
-    assert missing.status == 2
-    assert missing.err == f"error: cannot read {tmp_path / 'none'}: No such file or directory\n"
-    assert not os.path.exists(tmp_path / "x")

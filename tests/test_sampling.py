@@ -17,7 +17,7 @@ from transformers import (
 from graft import Engine, SamplingSettings
 from graft.model import VerifyOutput
 from graft.model.noise import gumbel_noise
-from graft.model.sampler import Sampler
+from graft.model.sampler import Sampler, truncated
 from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING
@@ -143,10 +143,11 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
     ],
 )
 def test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers(setting, processor):
-    sampler = Sampler([SamplingSettings(temperature=1.0, **setting)], [PROMPT], [], VOCAB, torch.device("cpu"))
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
     for seed in range(20):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
-        torch.testing.assert_close(sampler._truncated(logits), processor(torch.tensor([PROMPT]), logits.clone()))
+        found = truncated(logits, *(torch.tensor([value]) for value in given.values()))
+        torch.testing.assert_close(found, processor(torch.tensor([PROMPT]), logits.clone()))
 
 
 def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():

@@ -1,5 +1,6 @@
 """The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
+import asyncio
 import json
 import random
 import threading
@@ -453,7 +454,7 @@ def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedul
     schema = '{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 10, "maxItems": 20}'
     scheduler, backs = unsettled(schedule, monkeypatch)
     grammars = Grammars(scheduler.engine.tokenizer, BYTE_VOCAB, [2])
-    matcher = grammars._compiled(GrammarSpec("JSON schema", schema))
+    matcher = asyncio.run(grammars.compile(GrammarSpec("JSON schema", schema)))
 
     def ask(number):
         options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}
