@@ -6,15 +6,12 @@ from dataclasses import fields
 from typing import get_args
 
 import pytest
-import torch
 
 import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft.cli.generate import ANSWERS
 from graft.cli.options import SAMPLING
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
-from tiny import BYTE_VOCAB, tiny_model
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -132,20 +129,3 @@ def test_unknown_option_is_refused(verb, graft):
 def test_empty_prompt_is_refused(words, graft_tiny):
     result = graft_tiny("generate", *words, stdin=b"\n")
     assert (result.status, result.err) == (2, "error: the prompt is empty\n")
-
-
-# Block heads
-
-
-def test_a_block_head_drafts_the_same_text_and_one_that_does_not_fit_is_one_line(graft_tiny, tmp_path):
-    target = tiny_model(vocab_size=BYTE_VOCAB).config
-    torch.manual_seed(0)
-    save_head(BlockHead(BlockConfig.for_target(target, 1, block_size=5, mask_token_id=4, shifted=True)), tmp_path)
-    plain = graft_tiny("generate", "aaaa", "--policy", "off")
-    drafted = graft_tiny("generate", "aaaa", "--draft", str(tmp_path), "--budget", "8")
-    assert (drafted.status, drafted.out) == (0, plain.out), drafted.err
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_target_layers": 36}))
-    wrong = graft_tiny("generate", "hi", "--draft", str(tmp_path))
-    assert wrong.status == 2 and wrong.err.startswith(f"error: {tmp_path}") and wrong.err.count("\n") == 1
-    assert "num_target_layers is 3 but num_target_layers is 36: delete the one that is wrong" in wrong.err
