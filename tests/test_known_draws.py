@@ -322,12 +322,13 @@ def test_what_cannot_be_drawn_is_never_proposed(temperature):
     counts = np.bincount([token for _, token in usual], minlength=VOCAB)
     banned, ending = np.argsort(-counts)[:2].tolist()
     assert counts[ending] > 0
-    settings |= {"logit_bias": {banned: -math.inf}, "stop_token_ids": [ending], "min_tokens": 12}
-    seen, sequence = proposed_tokens(Engine(model, drafter=drafter, budget=16), **settings)
-    assert seen
-    assert banned not in {token for _, token in seen}
-    assert ending not in {token for position, token in seen if position < len(PROMPT) + 12}
-    assert sequence.new_ids == Engine(model, policy="off").generate(PROMPT, **settings).ids
+    settings |= {"logit_bias": {banned: -math.inf}, "stop_token_ids": [ending]}
+    for least in range(6, 14):  # at some of these borders the ending would be proposed one token too early
+        seen, sequence = proposed_tokens(Engine(model, drafter=drafter, budget=16), **settings, min_tokens=least)
+        assert seen
+        assert banned not in {token for _, token in seen}
+        assert ending not in {token for position, token in seen if position < len(PROMPT) + least}
+        assert sequence.new_ids == Engine(model, policy="off").generate(PROMPT, **settings, min_tokens=least).ids
 
 
 # Calibration by kind of row
