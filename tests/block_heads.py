@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -53,10 +52,3 @@ def make_engine(model, policy, drafter):
     """Draft passes cost nothing there: how fast this machine drafts does not matter."""
     target = target_for(model, drafter.hidden_layers)
     return Engine(model, policy=make_policy(policy, target, drafter, budget=20, pass_cost=0.0), drafter=drafter)
-
-
-@cache
-def plain_answers(model, **options):
-    """The same for all heads."""
-    answers = Engine(model, policy="off").generate_batch([PROMPT, [5], LONG], max_new_tokens=12, **options)
-    return [answer.ids for answer in answers]

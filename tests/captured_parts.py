@@ -58,6 +58,11 @@ class Text:
         self.target = target(model, self.drafter.hidden_layers)
         self.rng = random.Random(0)
 
+    def use_pool(self, pool):
+        """Has the target keep its entries there."""
+        self.target._pool = pool
+        pool.add_store(self.target._store)
+
     def go_on_from(self, row):
         """Another row with the same text."""
         other = self.target.pool.open_row(200)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import io
 import os
+import shutil
 import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import interpreter  # noqa: F401  (before all that imports Triton)
 
@@ -115,3 +117,58 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         import plain_kernels  # needs Triton
 
         plain_kernels.use_plain_kernels(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium: the one that GRAFT_CHROMIUM names, or else the system's."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    named = os.environ.get("GRAFT_CHROMIUM")
+    path = named or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium: install Debian's package chromium, or name a browser in GRAFT_CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            if named:
+                raise
+            pytest.skip(f"{path} does not start here: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def page_url() -> Iterator[str]:
+    """Where a server shows its page."""
+    from graft import Engine
+    from served import running
+
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)  # two layers: one copies too little
+    with running(Engine(model, byte_tokenizer(), budget=12, isolated=True)) as url:
+        yield url
+
+
+@pytest.fixture
+def open_page(browser: Any, page_url: str) -> Iterator[Callable[..., Any]]:
+    """Opens the page; nothing may go wrong on it."""
+    pages: list[tuple[Any, list[str]]] = []
+
+    def open_one(at: str = page_url, **options: Any) -> Any:
+        usual = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}
+        page, troubles = browser.new_page(**usual | options), []
+
+        def hear(message: Any) -> None:  # what could not be loaded is shown on the page
+            if message.type == "error" and "Failed to load resource" not in message.text:
+                troubles.append(message.text)
+
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", hear)
+        page.goto(at)
+        pages.append((page, troubles))
+        return page
+
+    yield open_one
+    for page, troubles in pages:
+        page.close()
+        assert troubles == []

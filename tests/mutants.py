@@ -26,7 +26,6 @@ from pathlib import Path
 from planted_faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_EXPLAINED = 3  # survivors that the list may explain instead of a test that kills them
 LIMIT = 240  # seconds of a fault's tests; a run that takes longer counts as noticed, since some faults loop for ever
 _WRONG_TREE = 99  # exit status of a run that tested another tree than its copy
 # What tests import and no fault changes: a server process imports it once, and every run of tests is forked from it.
@@ -40,7 +39,7 @@ PRELOADED = (
 # The C library, the source that it is built of, which includes all others, and the flags of setup.py.
 LIBRARY, SOURCE = "src/graft/tree/_native.abi3.so", "src/graft/tree/native.c"
 FLAGS = ("-std=c99", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
-HELP = f"""\
+HELP = """\
 Plants faults in a temporary copy of the tree, one at a time, and runs for each only the tests that should notice.
 A fault that no test notices survives: write the test that kills it. The faults are in tests/planted_faults.py.
 
@@ -51,12 +50,11 @@ examples:
   python tests/mutants.py --list             the faults and their tests; plants nothing
 
 to add a fault:
-  1. Add a Fault to tests/planted_faults.py. Its old text must occur exactly once in its file.
-  2. Name the quickest tests that should fail. They run until the first failure.
+  1. Add it to tests/planted_faults.py. Its old text must occur exactly once in its file.
+  2. Name the quickest test that should fail.
   3. Run it with --only. If it survives, write the test that kills it.
 
-exit status: 0 if every fault is noticed, but for those that the list explains (at most {MOST_EXPLAINED});
-1 if others survive; 2 if a fault cannot be planted or its tests cannot run.
+exit status: 0 if every fault is noticed; 1 if some survive; 2 if a fault cannot be planted or its test cannot run.
 """
 
 
@@ -86,20 +84,13 @@ def problems(faults: Sequence[Fault], root: Path = ROOT) -> list[str]:
             found.append(f"{fault.name}: its old text occurs {count} times in {fault.file}, not once: {fault.old!r}")
         if fault.old == fault.new:
             found.append(f"{fault.name}: it changes nothing")
-        if not fault.tests:
-            found.append(f"{fault.name}: it names no test")
-        for test in fault.tests:
-            file, _, name = test.partition("::")
-            path = root / "tests" / file
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            if f"def {name.partition('[')[0]}(" not in text:
-                found.append(f"{fault.name}: there is no test {test}")
+        file, _, name = fault.test.partition("::")
+        path = root / "tests" / file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if f"def {name.partition('[')[0]}(" not in text:
+            found.append(f"{fault.name}: there is no test {fault.test!r}")
     names = [fault.name for fault in faults]
-    found += [f"{name}: two faults have this name" for name in sorted({n for n in names if names.count(n) > 1})]
-    explained = [fault.name for fault in faults if fault.survives]
-    if len(explained) > MOST_EXPLAINED:
-        found.append(f"{len(explained)} survivors are explained, more than {MOST_EXPLAINED}: {', '.join(explained)}")
-    return found
+    return found + [f"{name}: two faults have this name" for name in sorted({n for n in names if names.count(n) > 1})]
 
 
 def copy_tree(target: Path) -> None:
@@ -185,7 +176,7 @@ def check(fault: Fault, copy: Path) -> Result:
     output = copy / "output.txt"
     try:
         with planted(fault, copy):
-            status, seconds = run_tests(copy, fault.tests, output, "-x")
+            status, seconds = run_tests(copy, [fault.test], output, "-x")
     except subprocess.CalledProcessError as error:
         return Result(fault, "it does not compile", 0.0, error.stderr)
     except FileNotFoundError as error:
@@ -203,11 +194,7 @@ def chosen(only: Sequence[str]) -> list[Fault]:
 
 def show_list(faults: Sequence[Fault]) -> None:
     for fault in faults:
-        print(f"{fault.name}\n    {fault.file}")
-        for test in fault.tests:
-            print(f"    {test}")
-        if fault.survives:
-            print(f"    survives: {fault.survives}")
+        print(f"{fault.name}\n    {fault.file}\n    {fault.test}")
 
 
 def check_all(faults: Sequence[Fault], jobs: int) -> list[Result]:
@@ -221,7 +208,7 @@ def check_all(faults: Sequence[Fault], jobs: int) -> list[Result]:
             copy_tree(copy)
             copies.put(copy)
         first = copies.get()
-        tests = list(dict.fromkeys(test for fault in faults for test in fault.tests))
+        tests = list(dict.fromkeys(fault.test for fault in faults))
         print(f"{len(tests)} tests without a fault", flush=True)
         status, seconds = run_tests(first, tests, first / "output.txt", "--durations=10", limit=LIMIT * len(tests))
         if status != 0:
@@ -249,22 +236,18 @@ def check_all(faults: Sequence[Fault], jobs: int) -> list[Result]:
 def report(results: Sequence[Result]) -> int:
     """Prints the table and the survivors; the exit status."""
     width = max(len(result.fault.name) for result in results)
-    print(f"\n{'fault':{width}}  {'result':8}  tests")
+    print(f"\n{'fault':{width}}  {'result':8}  test")
     for result in results:
-        print(f"{result.fault.name:{width}}  {result.verdict:8}  {', '.join(result.fault.tests)}")
+        print(f"{result.fault.name:{width}}  {result.verdict:8}  {result.fault.test}")
     broken = [result for result in results if result.is_broken]
     survivors = [result for result in results if result.verdict == "survived"]
-    unexplained = [result for result in survivors if not result.fault.survives]
     num_killed = len(results) - len(broken) - len(survivors)
     print(f"\n{len(results)} faults: {num_killed} killed, {len(survivors)} survived")
     for result in survivors:
-        print(f"survived: {result.fault.name}: {result.fault.survives or 'no test notices it'}")
-    for result in results:
-        if result.verdict == "killed" and result.fault.survives:
-            print(f"killed after all, so it needs no explanation: {result.fault.name}")
+        print(f"survived: {result.fault.name}: no test notices it")
     for result in broken:
         print(f"error: {result.fault.name}: {result.verdict}\n{result.output[-2000:]}")
-    return 2 if broken else 1 if unexplained else 0
+    return 2 if broken else 1 if survivors else 0
 
 
 def main() -> int:

@@ -92,24 +92,37 @@ def alone(model, prompt, **options):
     return _ALONE[asked]
 
 
-class Unsettled(Scheduler):
-    """Preempts the youngest request every seventh round, as if the cache were full."""
+class Watched(Scheduler):
+    """Tells which requests it has preempted."""
 
     def __init__(self, *given):
-        self.preempted, self._num_rounds = [], 0
+        self.preempted = []
         super().__init__(*given)
 
+    def _preempt(self, job):
+        self.preempted.append(job)
+        super()._preempt(job)
+
+
+class Unsettled(Watched):
+    """Preempts the youngest request every seventh round, as if the cache were full."""
+
+    num_rounds = 0
+
     def _extend_rows(self):
-        self._num_rounds += 1
-        if self._num_rounds % 7 == 0 and len(self._running) > 1 and self._batches:
-            youngest = max(self._running, key=lambda job: job.number)
-            self.preempted.append(youngest)
-            self._preempt(youngest)
+        self.num_rounds += 1
+        if self.num_rounds % 7 == 0 and len(self._running) > 1 and self._batches:
+            self._preempt(max(self._running, key=lambda job: job.number))
         super()._extend_rows()
+
+
+def watched(schedule, monkeypatch, drafter=None, policy="graft", kind=Watched, max_rows=8, **settings):
+    """A scheduler, and the requests that it has preempted."""
+    monkeypatch.setattr("scheduling.Scheduler", kind)
+    scheduler = schedule(policy, drafter, max_rows=max_rows, max_batched_tokens=64, **settings)
+    return scheduler, scheduler.preempted
 
 
 def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
     """A scheduler that preempts every few rounds, and the requests that it has preempted."""
-    monkeypatch.setattr("scheduling.Scheduler", Unsettled)
-    scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    return scheduler, scheduler.preempted
+    return watched(schedule, monkeypatch, drafter, policy, Unsettled, **settings)

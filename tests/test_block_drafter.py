@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from batches import prefilled
-from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from graft import Engine
 from graft.loading import load_drafter
 from graft.request.stats import Clock
@@ -105,25 +105,6 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
     assert (q == 0).any() and (q > 0).any()
     tree = engine.policy.grow(batch, batch.roots(), Clock()).tree
     assert tree.valid.sum(dim=1).tolist() == [min(1 + n, 61) for n in (q > 0).sum(dim=1).tolist()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        *(("marginal", policy) for policy in ("dense", "block")),
-        *(("conditional", policy) for policy in ("graft", "block-paper")),
-        *(("causal", "paper"), ("markov", "graft")),
-    ],
-)
-def test_text_with_a_block_head_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
-    drafter = BlockDrafter(make_head(model, **HEADS[kind]), BlockTreeSettings(width=8, nodes=20))
-    engine, prompts = make_engine(model, policy, drafter), [PROMPT, [5], LONG]
-    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
-        plain = plain_answers(model, **options)
-        drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
-        assert [g.ids for g in drafted] == plain
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
-        assert "drafted" in set().union(*(g.stats.proposed_by_source for g in drafted))
 
 
 def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):

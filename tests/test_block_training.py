@@ -462,30 +462,6 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
     assert wrong.status == 2 and "its causal is (False,), not (True,)" in wrong.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--kind", "dspark"], "unknown kind 'dspark'"),
-        (["--unroll", "3", "--kind", "dflash"], "--unroll does not apply to --kind dflash"),
-        (["--layers", "3"], "--layers does not apply to --kind eagle3"),
-        (["--causal"], "--causal does not apply to --kind eagle3"),
-        (["--kind", "dflash", "--slots", "sideways"], "slots 'sideways' are not known"),
-        (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
-        (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
-        (["--kind", "dflash", "--gamma", "0"], "gamma must be above 0"),
-        (["--weight-decay", "-1"], "weight_decay must be at least 0, not -1"),
-        (["--warmup-steps", "-1"], "warmup_steps must be at least 0, not -1"),
-        (["--kind", "dflash", "--ema-decay", "1"], "ema_decay must be from 0 to below 1"),
-        (["--kind", "dflash", "--max-file-mib", "0"], "--max-file-mib must be at least 1"),
-        (["--max-seconds", "0"], "--max-seconds must be above 0"),
-        (["--answers", "there"], "give either --prompts or --answers"),
-    ],
-)
-def test_wrong_training_options_are_one_line(graft, prompts, tmp_path, words, message):
-    result = graft("train", "--prompts", prompts, "--out", str(tmp_path), *words)
-    assert result.status == 2 and message in result.err and result.err.count("\n") == 1
-
-
 def test_target_layers_that_the_model_lacks_are_refused(model):
     with pytest.raises(GraftError, match="target layers 2, 6 are not all among the model's 0 to 5"):
         replace(SHAPE, target_layers=(2, 6)).config_for(model, 5)

@@ -128,7 +128,7 @@ def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_nee
 # How a proposal stands among the others
 
 
-def test_a_node_is_weighed_by_whether_others_propose_it_too_and_whether_the_drafter_proposes_something_else():
+def test_a_node_is_weighed_by_whether_other_sources_agree_and_the_drafter_disagrees():
     candidates = Candidates(torch.tensor([1]), [[0, 0, 1]])
     drafted, retrieved = 1, 2
     proposals = [(5, 0, drafted), (6, 0, drafted), (5, 0, retrieved), (7, 0, retrieved), (8, 1, retrieved)]

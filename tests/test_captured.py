@@ -22,7 +22,7 @@ from transformers import (
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from batches import graphs_of, opened, prefill
+from batches import graphs_of
 from captured_parts import Small, small_target
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import TargetRunner, captures
@@ -36,7 +36,6 @@ from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
 from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk
-from graft.request.stats import Clock
 from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
 from tiny import tiny_model
@@ -148,9 +147,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "qwen2_window", "gpt_neox"),
+        *("llama", "qwen2_window", "gpt_neox", "gemma4_text"),  # the last has layers of two shapes
         *(pytest.param(name, marks=SLOW) for name in ("mistral", "qwen2", "qwen3")),
-        *(pytest.param(name, marks=SLOW) for name in ("gemma2", "gemma4_text", "gpt_oss", "llama4_text")),
+        *(pytest.param(name, marks=SLOW) for name in ("gemma2", "gpt_oss", "llama4_text")),
     ],
 )
 def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkeypatch):
@@ -265,17 +264,7 @@ def test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_ste
     assert expected != text_by([WARM]), "without it the text is another"
     engine = Engine(model, policy=RandomTrees(7))
     assert engine.generate(PROMPT, temperature=0.8, seed=3, max_new_tokens=16, **{name: value}).ids == expected
-    assert engine.target._graphs.failure is None
-
-
-def test_graphs_move_accepted_paths_in_layers_of_every_shape(plain, monkeypatch):
-    model = model_of("gemma4_text")
-    with monkeypatch.context() as ordinary:
-        ordinary.setattr("graft.engine.engine.target_for", lambda model, *_: TargetRunner(model))
-        expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
-    engine = Engine(model, policy=Oracle(expected, len(PROMPT)))
-    assert engine.generate(PROMPT, max_new_tokens=12).ids == expected
-    assert graphs_of(engine.target).failure is None and len(engine.target._store.pairs) == 3
+    assert graphs_of(engine.target).failure is None
 
 
 def test_trees_that_fit_no_step_together_lose_their_least_likely_nodes(plain, monkeypatch):
@@ -322,11 +311,11 @@ def test_graphs_over_a_pool_that_has_grown_are_captured_anew(plain, monkeypatch)
     target, (sequence,) = engine.target, engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=20))
     rounds = engine.rounds([sequence])
     next(rounds)
-    pages, tables, keys = target.pool.num_pages, target.pool.tables, target._store.keys
+    pages, tables = target.pool.num_pages, target.pool.tables
     num_captured, before = target.num_setups, sizes_of(target)
     together = engine.generate_batch([PROMPT * 6, PROMPT], max_new_tokens=60)
     assert together[0].ids == long and together[1].ids[:20] == expected
-    assert target.pool.num_pages > pages and target.pool.tables is not tables and target._store.keys is not keys
+    assert target.pool.num_pages > pages and target.pool.tables is not tables
     for _ in rounds:
         pass
     assert sequence.new_ids == expected
@@ -403,17 +392,6 @@ def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, 
     for thread in threads:
         thread.join()
     assert decoded == [[ids] * 2 for ids in expected]
-
-
-def test_engines_that_take_turns_share_graphs(plain):
-    model = model_of("llama")
-    first = Engine(model, policy=RandomTrees(6))
-    expected = first.generate(PROMPT, max_new_tokens=20).ids
-    num_captured = first.target.num_setups
-    for _ in range(2):
-        engine = Engine(model, policy=RandomTrees(6))
-        assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-    assert engine.target.num_setups == num_captured and len(graphs_of(engine.target).buffers) == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -558,16 +536,6 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
     assert engine.target.mode.startswith("captured") and graphs_of(engine.target).num_captured > 0
 
 
-def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
-    engine = Engine(model_of("llama"), policy=RandomTrees(6))
-    expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids
-    error = CaptureError("CUDA error: operation not permitted when stream is capturing")
-    monkeypatch.setattr(Captures, "capture", raising(error))
-    with pytest.warns(UserWarning, match="cannot be captured"):
-        assert engine.generate(PROMPT, max_new_tokens=40).ids == expected
-    assert engine.target.mode.startswith("eager")
-
-
 def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, monkeypatch):
     monkeypatch.setattr(captured, "_FIRST_ROOM", 8)
     engine = Engine(model_of("llama"), policy="off")
@@ -581,33 +549,23 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
     assert engine.target.mode == "captured" and not engine.target.pool.is_in_use
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
-def test_exact_off_a_gpu_is_refused():
-    with pytest.raises(GraftError, match="exact steps need a single GPU and Triton, but the model is on cpu"):
-        Engine(tiny_model(), policy="off", exact=True)
-
-
-@pytest.mark.parametrize("where", ["kernels", "capture"])
+@pytest.mark.parametrize("where", ["kernels", "capture", "capture, by another thread"])
 def test_steps_fall_back_to_eager_with_one_warning(where, plain, monkeypatch):
-    model = model_of("llama")
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
-
-    def fail(*inputs, **options):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    model = model_of("llama")  # another, with graphs of its own
-    if where == "capture":
+    expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=12).ids
+    kind = CaptureError if "thread" in where else RuntimeError
+    fail = raising(kind("operation not permitted when stream is capturing\nand more"))
+    if "capture" in where:
         monkeypatch.setattr(Captures, "capture", fail)
     else:
         monkeypatch.setattr(layer_kernels, "lay_out", fail)
-    engine = Engine(model, policy=RandomTrees(6))
+    engine = Engine(model_of("llama"), policy=RandomTrees(6))  # a model with graphs of its own
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert engine.generate(PROMPT, max_new_tokens=12).ids == expected
         assert engine.generate_batch([PROMPT, PROMPT], max_new_tokens=12)[1].ids == expected
     told = [str(warning.message) for warning in caught if "captured" in str(warning.message)]
     assert len(told) == 1 and "operation not permitted" in told[0] and "\n" not in told[0]
-    assert engine.target.mode == "eager: RuntimeError: operation not permitted when stream is capturing"
+    assert engine.target.mode == f"eager: {kind.__name__}: operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -629,28 +587,3 @@ def test_weights_that_move_are_found_again(plain, prefix_cache):
 def test_the_command_hands_exact_on(graft_tiny):
     finished = graft_tiny("generate", "hello", "--exact")
     assert finished.status == 2 and "exact steps need a single GPU" in finished.err
-
-
-@pytest.mark.parametrize("policy", ["off", "graft"])
-def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy):
-    model, settings = model_of("llama"), SamplingSettings(max_new_tokens=12, ignore_eos=True)
-    prompts = [PROMPT, [5, 6, 7, 8, 9], [4, 4, 4]]
-    expected = [
-        Engine(model, policy="off").generate(prompt, max_new_tokens=12, ignore_eos=True).ids for prompt in prompts
-    ]
-    engine, clock = Engine(model, policy=policy, budget=None if policy == "off" else 6), Clock()
-    engine.policy.prepare()
-    batches = [opened(engine, engine.new_sequences(prompt, settings)) for prompt in prompts]
-    sequences = [sequence for batch in batches for sequence in batch.sequences]
-    running = batches[0]
-    for batch in batches:
-        prefill(engine, batch)
-        if batch is not running:
-            running.join(batch)
-        engine.run_round(running, clock)
-    while running.sequences:
-        running.keep([row for row, s in enumerate(running.sequences) if s.finish_reason is None])
-        if running.sequences:
-            engine.run_round(running, clock)
-    assert [sequence.new_ids for sequence in sequences] == expected
-    assert graphs_of(engine.target).failure is None

@@ -8,12 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 from block_heads import make_head
-from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike, draws_of
-from graft import Engine
-from graft.model import TargetRunner
+from captured_parts import DEVICE, PROMPT, StaticTarget, Text, assert_alike, draws_of
 from graft.model.captures import Captures
 from graft.model.step import Chunk
-from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
@@ -92,33 +89,6 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
     assert_alike(*found)
 
 
-def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
-    found = []
-    for text in both(model):
-        cache, state = text.open(PROMPT, PROMPT[3:])
-        text.levels(state, [11, 11])
-        roots = text.round(cache, state, [11, 11])
-        others, joining = text.open([7, 8, 9, 10], PROMPT)
-        state, cache = state.concat(joining), cache.with_rows(cache.rows + others.rows)
-        roots = [*roots, 10, 11]
-        levels = text.levels(state, roots)
-        roots = text.round(cache, state, roots)
-        # The last row goes on from the first, whose whole pages it shares; the second leaves.
-        row = text.go_on_from(cache.rows[0])
-        text.target.pool.release(cache.rows[3])
-        cache.rows[3] = row
-        state.copy_row(0, 3, row)
-        roots[3] = roots[0]
-        levels += text.levels(state, roots)
-        assert torch.equal(levels[-1].tokens[0], levels[-1].tokens[3])
-        text.target.pool.release(cache.rows[1])
-        state, cache = state.select([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
-        roots = text.round(cache, state, [roots[0], roots[2], roots[3]])
-        found.append((levels + text.levels(state, roots), state.lengths))
-    assert_alike(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     """Its beginning was entered by another row; only its end is read."""
     text = BlockText(model, SmallDrafter, "conditional")
@@ -135,29 +105,6 @@ def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     _, (verified,) = text.target.step(None, None, [Chunk(row, prompt[row.length : -1])])
     text.drafter.read(state, 0, verified, prompt[-len(verified.tokens[0]) :])
     assert_alike(text.levels(state, prompt[-1:]), expected)
-
-
-# Engines
-
-
-@pytest.mark.parametrize(
-    ("target", "policy"), [pytest.param(StaticTarget, "dense", marks=pytest.mark.slow), (SmallTarget, "graft")]
-)
-def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, target, policy):
-    runs = []
-    for runner, kind in ((target, SmallDrafter), (lambda model, layers, *_: TargetRunner(model, layers), BlockDrafter)):
-        monkeypatch.setattr("graft.engine.engine.target_for", runner)
-        drafter = kind(make_head(model, **HEADS["conditional"]).to(DEVICE), TREE)
-        engine = Engine(
-            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
-        )
-        made = engine.generate_batch([PROMPT, PROMPT[3:], [7]], max_new_tokens=20)
-        runs.append([(generation.ids, generation.stats.accepted) for generation in made])
-    assert runs[0] == runs[1]
-    assert [ids for ids, _ in runs[0]] == [
-        generation.ids
-        for generation in Engine(model, policy="off").generate_batch([PROMPT, PROMPT[3:], [7]], max_new_tokens=20)
-    ]
 
 
 def test_heads_that_no_kernel_can_run_say_why(model):

@@ -196,8 +196,7 @@ def test_without_pages_for_drafts_nothing_is_lost(plain, model):
     found = []
     for num_pages in (None, 3):
         text = Text(model, SmallDrafter, TreeSettings(depth=8, topk=3))
-        text.target._pool = PagePool(text.target.device, 2048, num_pages)
-        text.target._pool.add_store(text.target._store)
+        text.use_pool(PagePool(text.target.device, 2048, num_pages))
         cache = text.target.open(1, 64)
         state = text.drafter.open(cache)
         text.read(cache, state, 0, (PROMPT * 5)[:52])
@@ -217,8 +216,7 @@ def test_without_pages_for_drafts_nothing_is_lost(plain, model):
 def test_a_text_at_the_end_of_the_context_is_drafted_for(plain, model):
     """Drafts may need more room than the block tables name."""
     text = Text(model, SmallDrafter, TreeSettings(depth=20, topk=20))
-    text.target._pool = PagePool(text.target.device, 64)
-    text.target._pool.add_store(text.target._store)
+    text.use_pool(PagePool(text.target.device, 64))
     cache, state = text.open((PROMPT * 6)[:63])
     assert len(text.levels(state, 21)) == 21 and len(cache.rows[0].pages) == 5
 

@@ -78,11 +78,10 @@ def test_reader_that_went_away_is_no_error_message(unbuffered):
     assert (result.returncode, result.stderr) == (1, b"")
 
 
-def test_help_and_a_model_that_is_there_need_no_torch(default_folder):
+def test_a_model_that_is_there_needs_no_torch(default_folder):
     (default_folder / "graft.json").write_text('{"files": {}}')
     blocked = "import sys; sys.modules.update(torch=None, transformers=None); from graft.cli import main; main()"
-    for words in (["--help"], ["pull"]):
-        assert subprocess.run([sys.executable, "-c", blocked, *words], capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", blocked, "pull"], capture_output=True).returncode == 0
 
 
 def test_pull_list_names_the_default_model(graft):

@@ -72,21 +72,6 @@ def test_full_context_is_told_and_the_program_goes_on(graft_tiny, engine):
     assert "context" in result.err and "/clear starts a new conversation" in result.err
 
 
-@pytest.mark.parametrize(
-    ("words", "stdin", "message"),
-    [
-        (["--temperature", "-1"], b"", "temperature must be 0"),
-        (["--logit-bias", "9999=1"], b"hi\n", "the model has no token 9999"),
-        ([], b"hi\n\xff\n", "stdin is not UTF-8 text"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(words, stdin, message, graft_tiny):
-    result = graft_tiny("chat", *words, stdin=stdin)
-    assert result.status == 2
-    assert result.err.startswith("error: ") and message in result.err
-    assert result.err.count("\n") == 1
-
-
 def test_model_without_chat_template_is_refused(graft, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()

@@ -6,15 +6,12 @@ from dataclasses import fields
 from typing import get_args
 
 import pytest
-import torch
 
 import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft.cli.generate import ANSWERS
 from graft.cli.options import SAMPLING
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
-from tiny import BYTE_VOCAB, tiny_model
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -121,27 +118,6 @@ def test_color_by_origin_colours_a_terminal(graft_tiny, monkeypatch):
     assert graft_tiny("generate", "aaaa", "--color-by-origin", *same_again).out == plain
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--temperature", "-1"], "temperature must be 0"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
-        (["--logit-bias", "5"], "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'"),
-        (["--logit-bias", "9999=1"], "the model has no token 9999"),
-        (["--logprobs", "2"], "--logprobs needs --json"),
-        (["--show-tree", "--json"], "exclude --json and --n"),
-        (["--color-by-origin", "--n", "2"], "exclude --json and --n"),
-        (["--raw", "--system", "be kind"], "--system needs the chat template"),
-        (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
-    ],
-)
-def test_bad_value_is_one_line_and_status_2(words, message, graft, model_folder):
-    result = graft("generate", "hi", "--model", model_folder, *words)
-    assert result.status == 2
-    assert result.err.startswith("error: ") and message in result.err
-    assert result.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("verb", ["generate", "chat", "check", "demo"])
 def test_unknown_option_is_refused(verb, graft):
     result = graft(verb, "--temprature", "1")
@@ -153,20 +129,3 @@ def test_unknown_option_is_refused(verb, graft):
 def test_empty_prompt_is_refused(words, graft_tiny):
     result = graft_tiny("generate", *words, stdin=b"\n")
     assert (result.status, result.err) == (2, "error: the prompt is empty\n")
-
-
-# Block heads
-
-
-def test_a_block_head_drafts_the_same_text_and_one_that_does_not_fit_is_one_line(graft_tiny, tmp_path):
-    target = tiny_model(vocab_size=BYTE_VOCAB).config
-    torch.manual_seed(0)
-    save_head(BlockHead(BlockConfig.for_target(target, 1, block_size=5, mask_token_id=4, shifted=True)), tmp_path)
-    plain = graft_tiny("generate", "aaaa", "--policy", "off")
-    drafted = graft_tiny("generate", "aaaa", "--draft", str(tmp_path), "--budget", "8")
-    assert (drafted.status, drafted.out) == (0, plain.out), drafted.err
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_target_layers": 36}))
-    wrong = graft_tiny("generate", "hi", "--draft", str(tmp_path))
-    assert wrong.status == 2 and wrong.err.startswith(f"error: {tmp_path}") and wrong.err.count("\n") == 1
-    assert "num_target_layers is 3 but num_target_layers is 36: delete the one that is wrong" in wrong.err

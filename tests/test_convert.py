@@ -72,53 +72,38 @@ def write_gguf(path, architecture="llama", add_bos=None):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    root = tmp_path_factory.mktemp("convert")
-    write_gguf(root / "tiny.gguf")
-    convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS[DEFAULT_MODEL])
-    return root / "new"
+    """A Llama and a Qwen2, as the registry knows them."""
+    root, models = tmp_path_factory.mktemp("convert"), {"llama": DEFAULT_MODEL, "qwen2": "qwen2.5-coder-0.5b"}
+    for architecture, name in models.items():
+        write_gguf(root / f"{architecture}.gguf", architecture)
+        convert_gguf(root / f"{architecture}.gguf", root / architecture, PACKAGED_MODELS[name])
+    return root
 
 
-def test_weights_are_dense_bf16_in_safetensors(converted):
-    model = AutoModelForCausalLM.from_pretrained(converted)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert getattr(model.config, "quantization_config", None) is None
-    assert [path.name for path in converted.glob("*.safetensors")] == ["model.safetensors"]
-
-
-def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted):
-    model = AutoModelForCausalLM.from_pretrained(converted)
-    tokenizer = AutoTokenizer.from_pretrained(converted)
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 2
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    root = tmp_path_factory.mktemp("convert")
-    write_gguf(root / "tiny.gguf", "qwen2")
-    convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS["qwen2.5-coder-0.5b"])
-    return root / "new"
-
-
-def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text(qwen):
-    model = AutoModelForCausalLM.from_pretrained(qwen)
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
+def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text_and_keeps_its_template_output_layer_and_biases(converted):
+    model = AutoModelForCausalLM.from_pretrained(converted / "qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(converted / "qwen2")
     assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == 2
     assert model.generation_config.eos_token_id == [2, 0]
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 0
     assert not model.generation_config.do_sample
-
-
-def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen):
-    model = AutoModelForCausalLM.from_pretrained(qwen)
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=True, return_dict=False)
     assert chat == [1, 6, 5, 2], "and no beginning of a text in front"
     assert tokenizer("abc").input_ids == [6, 5]
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     assert all(getattr(model.model.layers[0].self_attn, f"{name}_proj").bias.abs().sum() > 0 for name in "qkv")
+
+
+def test_weights_are_dense_bf16_and_the_end_of_a_turn_is_the_registrys_whatever_the_gguf_says(converted):
+    model = AutoModelForCausalLM.from_pretrained(converted / "llama")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert getattr(model.config, "quantization_config", None) is None
+    assert [path.name for path in (converted / "llama").glob("*.safetensors")] == ["model.safetensors"]
+    tokenizer = AutoTokenizer.from_pretrained(converted / "llama")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 2
 
 
 def test_a_gguf_file_is_a_model_and_converted_once(tmp_path, monkeypatch, graft):

@@ -23,9 +23,8 @@ needs_kernel = pytest.mark.skipif(not has_kernel(), reason="the kernel was not b
 
 
 @pytest.fixture
-def no_kernel(monkeypatch, tmp_path):
-    """An empty folder where the kernel would be."""
-    monkeypatch.setattr(cpu, "HERE", tmp_path)
+def loaded_anew(monkeypatch):
+    """The kernel is loaded at every call."""
     monkeypatch.setattr(cpu, "_kernel", cpu._kernel.__wrapped__)
 
 
@@ -98,7 +97,8 @@ def test_model_keeps_parameters_ties_and_results(always_faster, calls):
     assert calls
 
 
-def test_model_stays_as_it_is_without_a_kernel(no_kernel, always_faster):
+def test_model_stays_as_it_is_without_a_kernel(loaded_anew, always_faster, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "HERE", tmp_path)  # an empty folder
     model = tiny_model()
     assert not cpu.speed_up(model)
     assert not any(isinstance(module, cpu.FewTokensLinear) for module in model.modules())
@@ -113,10 +113,11 @@ def test_model_stays_as_it_is_where_the_kernel_is_slower(monkeypatch):
 @needs_kernel
 @pytest.mark.parametrize("capability", ["DEFAULT", torch.backends.cpu.get_cpu_capability()])
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_every_kernel_that_this_processor_can_run_gives_torchs_results(monkeypatch, capability, has_threads):
+def test_every_kernel_that_this_processor_can_run_gives_torchs_results(
+    loaded_anew, monkeypatch, capability, has_threads
+):
     """Also the one that older processors run."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(cpu, "_kernel", cpu._kernel.__wrapped__)
     if not has_threads:
         monkeypatch.setattr(cpu, "_threads", lambda: None)
     x, weight = torch.randn(11, 577), torch.randn(67, 577)

@@ -233,23 +233,6 @@ def test_the_layers_that_stay_make_up_for_the_others_and_the_target_stays_as_it_
     assert torch.equal(embedding, model.get_input_embeddings().weight)
 
 
-def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, tmp_path):
-    whole, _ = run(model, tmp_path / "whole")
-    for done in range(1, 4):
-        parts, now = run(model, tmp_path / "parts", deadline=time.perf_counter() - 1)  # over at once: a step a call
-        assert now == done
-    parts, _ = run(model, tmp_path / "parts")
-    for name, weight in whole.head.state_dict().items():
-        assert torch.equal(weight, parts.head.state_dict()[name]), name
-    state = torch.load(tmp_path / "whole" / "state.pt", weights_only=True)
-    name = "parts.norm.weight"
-    assert torch.equal(state["average"][name], whole.head.state_dict()[name])
-    assert not torch.equal(state["head"][name], state["average"][name])
-    other = objective_for(model, kept=(0, 1, 5))
-    with pytest.raises(GraftError, match="other settings, answers or another head"):
-        optimize(other, SETTINGS, tmp_path / "parts", len(texts()))
-
-
 @pytest.mark.parametrize("count", [0, 6, 7])
 def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
     recipe = DepthPrunedRecipe(SETTINGS, count)
@@ -313,21 +296,3 @@ def test_graft_train_makes_a_draft_model_whose_text_is_the_targets(graft_tiny, g
 
 def json_order(out):
     return json.loads((out / "work" / "layers.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layers", "0"], "--layers must be at least 1, not 0"),
-        (["--unroll", "3"], "--unroll does not apply to --kind depth-pruned"),
-        (["--taps", "3"], "--taps does not apply to --kind depth-pruned"),
-        (["--max-file-mib", "3"], "--max-file-mib does not apply to --kind depth-pruned"),
-        (["--measured", "1"], "measured must be at least 2, not 1"),
-        (["--steps", "-1"], "steps must be at least 0, not -1"),
-        (["--kind", "eagle3", "--steps", "0"], "steps must be at least 1, not 0"),
-        (["--kind", "treeflash", "--measured", "9"], "--measured does not apply to --kind treeflash"),
-    ],
-)
-def test_wrong_options_for_a_depth_pruned_model_are_one_line(graft, prompts, tmp_path, words, message):
-    result = graft("train", "--prompts", prompts, "--out", str(tmp_path), "--kind", "depth-pruned", *words)
-    assert result.status == 2 and message in result.err and result.err.count("\n") == 1

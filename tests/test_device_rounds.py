@@ -181,7 +181,7 @@ def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeyp
     ("head", "policy"),
     [
         ("conditional", "graft"),
-        ("conditional", "graft-without-noise"),
+        pytest.param("conditional", "graft-without-noise", marks=pytest.mark.slow),
         *(pytest.param(head, "graft", marks=pytest.mark.slow) for head in ("marginal", "markov")),
     ],
 )
@@ -216,8 +216,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
 
 
 def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):
-    model = tiny_model("llama", vocab_size=BYTE_VOCAB, max_position_embeddings=512).to(DEVICE)
-    engine = Engine(model, byte_tokenizer(), policy="off")
+    engine = byte_engine()
     asked = [
         ("the first, which is long", {"max_new_tokens": 14}),
         ("it ends early", {"max_new_tokens": 3, "temperature": 1.0, "seed": 3}),
@@ -235,11 +234,7 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
     finally:
         scheduler.close()
     assert not engine.target.pool.is_in_use
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
-        plain = Engine(model, byte_tokenizer(), policy="off")
-        assert texts == [plain.generate(prompt, **options).text for prompt, options in asked]
+    assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
@@ -377,15 +372,12 @@ def device_memory(num_rows, context, past_tokens):
     return DeviceRound(*shape, sources, known, meta).memory()
 
 
-def test_device_state_takes_the_memory_that_the_docs_say():
+def test_device_state_takes_the_memory_that_the_docs_say_and_leaves_most_of_the_workspace_to_graphs():
     megabytes = {what: size / 1e6 for what, size in device_memory(64, 8192, 1 << 18).items()}
     assert megabytes["texts"] == pytest.approx(65 * 8192 * 4 / 1e6, rel=0.01)
     assert megabytes["finished texts"] == pytest.approx(8 * (1 << 18) / 1e6)
     assert sum(megabytes.values()) == pytest.approx(47, abs=1)
     assert sum(device_memory(64, 8192, 1 << 20).values()) / 1e6 == pytest.approx(94, abs=1)
-
-
-def test_device_state_leaves_most_of_the_workspace_to_graphs_at_the_largest_sizes():
     assert sum(device_memory(MAX_TREE_TOKENS, 131072, 1 << 20).values()) < _WORKSPACE / 4
 
 

@@ -7,24 +7,19 @@ import pytest
 import torch
 
 import graft
-from batches import graphs_of, prefilled
+from batches import prefilled
 from graft import Engine, GraftError
-from graft.model import TargetRunner
-from graft.model.decoder_layers import layers_of
-from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer, exit_layer
 from graft.spec_decode.proposers.early_exit.exit_layer import ExitEstimate, estimate_exits
 from graft.tree.tree import DraftTree
 from graft.tuning.profile import About
-from scheduling import Asked, undisturbed, unsettled
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from tiny import byte_tokenizer, settled_model, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 PROMPTS = [PROMPT, [5], (PROMPT * 9)[:67]]  # the last is longer than a page
 TREE = TreeSettings(depth=3, topk=3, total_token=12)
 CHAIN = TreeSettings(depth=3, topk=1, total_token=4)
-SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -37,40 +32,8 @@ def model():
     return tiny_model()
 
 
-def settled_model(num_settled, **changes):
-    """A model whose layers behind the first few change nothing: an exit there is right."""
-    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, **changes)
-    with torch.no_grad():
-        for layer in layers_of(model)[num_settled:]:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    return model
-
-
 def draft(drafter, batch, num_passes=4):
     return list(islice(drafter.levels(batch.draft, batch.roots()), num_passes))
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        *((name, "dense") for name in ("llama", "qwen2_window", "gemma3_text", "gpt_neox")),
-        ("gemma3_text", "graft"),
-        *(pytest.param(name, "graft", marks=pytest.mark.slow) for name in ("llama", "qwen2_window", "gpt_neox")),
-    ],
-)
-def test_the_text_is_that_of_plain_decoding(name, policy):
-    model = tiny_model(name)
-    drafter = EarlyExitDrafter(model, 2, TREE)
-    for options in ({}, SAMPLED):
-        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=14, **options)
-        own = policy_with(PolicySettings(12, pass_cost=0.0), policy, TargetRunner(model), drafter)
-        engine = Engine(model, policy=own, drafter=drafter)
-        answers = engine.generate_batch(PROMPTS, max_new_tokens=14, **options)
-        assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
-        assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
-        pool = engine.target.pool
-        assert pool.num_free == pool.num_pages and len(pool.stores) == 1, "no pages and no store of its own"
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # the latter's windows are shorter than the text
@@ -105,51 +68,8 @@ def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt()
     answer = engine.generate(PROMPT, max_new_tokens=20)
     assert answer.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     assert answer.stats.mean_accepted == CHAIN.depth + 2
-
-
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
-    """Whatever the exit knew wrongly would be rejected."""
-    model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
-    monkeypatch.setattr("scheduling.new_model", lambda: model)
-    common = {"seed": 4, "ignore_eos": True}
-    various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
-    prompts = [f"{beginning}{number}" for number in range(len(various))]
-    plain = Engine(model, byte_tokenizer(), policy="off")
-    expected = [
-        [choice.text for choice in plain.generate(prompt, **common | own).choices]
-        for prompt, own in zip(prompts, various, strict=True)
-    ]
-    scheduler, backs = unsettled(schedule, monkeypatch, EarlyExitDrafter(model, 1, CHAIN), "dense")
-    for _ in range(2):  # at the second time beginnings are known
-        with undisturbed(scheduler):
-            asked = [Asked(scheduler, prompt, **common | own) for prompt, own in zip(prompts, various, strict=True)]
-        assert [request.wait() for request in asked] == expected
-        assert [request.job.sequences[0].stats.rounds for request in asked][:2] == [7, 4], "five tokens a round"
-    assert asked[0].job.num_cached_tokens > 0 and backs
-
-
-def test_captured_steps_draft_the_same(plain, monkeypatch, model):
-    """With PyTorch in place of kernels: the exit's graphs are over the target's weights and keys."""
-    from captured_parts import OneContext
-
-    drafter = EarlyExitDrafter(model, 2, TREE)
-    levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
-    expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
-    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", OneContext)
-    drafter = EarlyExitDrafter(model, 2, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    drafter.warm_up(engine.target, 3)
-    batch = prefilled(engine, *PROMPTS)
-    for level, same in zip(levels, draft(drafter, batch), strict=True):
-        assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
-    graphs = graphs_of(batch.draft.runner)
-    batch.cache.release()
-    answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
-    assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
-    assert sum(answer.stats.accepted for answer in answers) > 0
-    assert graphs.failure is None and graphs.layers is not None and drafter.num_setups > 0
-    assert len(engine.target.pool.stores) == 1
+    pool = engine.target.pool
+    assert pool.num_free == pool.num_pages and len(pool.stores) == 1, "no pages and no store of its own"
 
 
 # What cannot be an exit

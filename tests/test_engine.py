@@ -1,19 +1,16 @@
 """The engine as its users see it: where answers end, streams, statistics, errors."""
 
 import asyncio
-import gc
 import time
-import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from batches import counting_tokens, opened
+from gates import Gate
 from graft import Engine, GraftError, load
-from graft.engine.decode_loop import DecodeLoop
 from graft.engine.rounds import PrefillChunk
-from graft.engine.scheduler import Scheduler
 from graft.errors import ContextError
 from graft.model.sampler import SamplingSettings
 from graft.request.stats import Clock
@@ -39,8 +36,11 @@ def speculating(model, answer, prompt="grafting"):
     return Engine(model, byte_tokenizer(), policy=Oracle(answer, len(byte_tokenizer().encode(prompt))))
 
 
-def test_an_end_of_text_inside_an_accepted_block_ends_the_answer_there(byte_model):
+def test_an_end_of_text_or_a_stop_token_inside_an_accepted_block_ends_the_answer_there(byte_model):
     free = answer_of(byte_model, max_new_tokens=24)
+    engine, stop = speculating(byte_model, free.ids), free.ids[10]
+    stopped = engine.generate("grafting", max_new_tokens=24, stop_token_ids=[stop])
+    assert stopped.ids == free.ids[: free.ids.index(stop) + 1] and stopped.finish_reason == "stop"
     byte_model.generation_config.eos_token_id = free.ids[7]
     try:
         plain = answer_of(byte_model, max_new_tokens=24)
@@ -52,13 +52,6 @@ def test_an_end_of_text_inside_an_accepted_block_ends_the_answer_there(byte_mode
     assert result.finish_reason == plain.finish_reason == "stop"
     assert result.stats.tokens == len(result.ids) and result.stats.accepted <= result.stats.tokens
     assert ignoring.ids == free.ids
-
-
-def test_a_stop_token_inside_an_accepted_block_ends_the_answer_there(byte_model):
-    free = answer_of(byte_model, max_new_tokens=24)
-    stop = free.ids[10]
-    result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=24, stop_token_ids=[stop])
-    assert result.ids == free.ids[: free.ids.index(stop) + 1] and result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
@@ -106,9 +99,6 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(byt
     assert (result.ids, result.text, result.finish_reason) == ([special], "", "stop")
     late = answer_of(byte_model, **options, **bias, min_tokens=3)
     assert (late.ids, late.finish_reason) == ([special] * 3, "stop")
-
-
-def test_a_stop_string_that_holds_a_special_token_among_other_text_is_refused(byte_model):
     with pytest.raises(GraftError, match=r"never part of the text: give '</s>' alone, or stop_token_ids=\[2\]"):
         answer_of(byte_model, stop=["fine", "end</s>"])
 
@@ -123,17 +113,14 @@ def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model,
         assert stream.result.ids == expected.ids
 
 
-def test_a_cancelled_stream_keeps_what_it_gave_and_frees_its_cache(byte_model):
-    engine = Engine(byte_model, byte_tokenizer(), policy="off")
-    stream = engine.stream("grafting", max_new_tokens=100)
+def test_a_cancelled_stream_keeps_what_it_gave_and_leaves_its_prompt_for_the_next(byte_model):
+    engine = load(byte_model, tokenizer=byte_tokenizer(), prefix_cache=True)
+    stream = engine.stream("a" * 150, max_new_tokens=60)
     first = next(stream)
-    caches = [weakref.ref(o) for o in gc.get_objects() if type(o).__name__ == "TreeCache"]
     stream.cancel()
-    assert list(stream) == []
+    assert list(stream) == [] and not engine.target.pool.is_in_use
     assert stream.result.text.startswith(first) and stream.result.finish_reason is None
-    gc.collect()
-    assert all(cache() is None for cache in caches)
-    assert engine.generate("grafting", max_new_tokens=5).stats.tokens == 5
+    assert engine.generate("a" * 150, max_new_tokens=1).stats.cached_tokens == 127
 
 
 def test_statistics_add_up(byte_model):
@@ -232,21 +219,6 @@ def test_answers_of_a_group_are_those_of_its_seeds_alone(byte_model, policy):
 # The loop that generate, streams and the server share
 
 
-def test_every_verb_drives_the_loop_that_a_server_runs(byte_model, monkeypatch):
-    engine, step, driven = Engine(byte_model, byte_tokenizer()), DecodeLoop.step, []
-    monkeypatch.setattr(DecodeLoop, "step", lambda loop: (driven.append(loop), step(loop)))
-    for use in (
-        lambda: engine.generate("grafting", max_new_tokens=4),
-        lambda: engine.generate_batch(["graft", "prune"], max_new_tokens=4),
-        lambda: engine.generate_group("grafting", 2, max_new_tokens=4),
-        lambda: list(engine.stream("grafting", max_new_tokens=4)),
-    ):
-        driven.clear()
-        use()
-        assert len(driven) > 1 and len(set(driven)) == 1, "one loop for each call"
-    assert issubclass(Scheduler, DecodeLoop) and Scheduler.step is DecodeLoop.step
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_a_step_that_is_broken_off_frees_all_pages_and_the_engine_goes_on(byte_model, monkeypatch, error, is_prefill):
@@ -310,15 +282,6 @@ def test_a_conversation_is_read_from_where_it_goes_on_and_its_text_is_the_same(p
     assert cached[0] == 0 and cached[1] >= 63 and cached[2] >= 191, "whole pages, the answers' too"
 
 
-def test_a_cancelled_answer_leaves_its_prompt_for_the_next(byte_model):
-    engine = load(byte_model, tokenizer=byte_tokenizer(), prefix_cache=True)
-    stream = engine.stream("a" * 150, max_new_tokens=60)
-    next(stream)
-    stream.cancel()
-    assert engine.generate("a" * 150, max_new_tokens=1).stats.cached_tokens == 127
-    assert not engine.target.pool.is_in_use
-
-
 # Settings of each prompt, and asynchronous calls
 
 
@@ -352,6 +315,24 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
     assert whole.text == text == expected and expected.startswith(part) and part
     asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
+
+
+def test_a_stream_whose_event_loop_ends_gives_its_pages_back(byte_model):
+    """The engine's thread is busy until the loop has ended, so that the end of the stream waits its turn."""
+    engine, gates, busy = Engine(byte_model, byte_tokenizer()), [], []
+
+    async def left_at_the_first_piece():
+        async for _ in engine.stream_async("grafting", max_new_tokens=20):
+            gates.append(Gate(engine.target, num_free=0))
+            busy.append(asyncio.ensure_future(engine.generate_async("keeps it busy", max_new_tokens=1)))
+            await asyncio.to_thread(gates[0].wait)
+            break
+        await asyncio.sleep(0.1)  # the stream's end has begun
+
+    asyncio.run(left_at_the_first_piece())
+    gates[0].open()
+    asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
+    assert not engine.target.pool.is_in_use
 
 
 @pytest.fixture

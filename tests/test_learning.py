@@ -151,37 +151,6 @@ def table(request):
     return make_table(*request.param)
 
 
-def test_a_table_returns_the_last_prediction_for_the_same_ngram_and_none_for_others(table):
-    learned, same = NGRAM[table.order]
-    assert first_successor(table, learned) == COLD, "cold"
-    learn(table, judged([learned], [20]))
-    assert first_successor(table, same) == 20
-    assert first_successor(table, OTHER[table.order]) == COLD
-    learn(table, judged([same], [30]))
-    assert first_successor(table, learned) == 30
-
-
-def test_for_an_ngram_learned_several_times_at_once_the_last_prediction_is_kept(table):
-    learned, same = NGRAM[table.order]
-    ngrams, following = [learned, OTHER[table.order], same, learned, OTHER[table.order]], [20, 21, 22, 23, 24]
-    learn(table, judged(ngrams, following))
-    assert first_successor(table, same) == 23
-    assert first_successor(table, OTHER[table.order]) == 24
-    # Whatever order the writes of one call are done in: every write to a row is the same.
-    state = table.state()
-    table.restore({})
-    learn(table, judged(ngrams[3:], following[3:]))
-    assert all(torch.equal(state[name], column) for name, column in table.state().items())
-
-
-def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
-    table = SuccessorTable(3, NUM_ROWS)
-    learn(table, judged([(NO_TOKEN, NO_TOKEN, 5), (NO_TOKEN, 4, 5)], [20, 21]))
-    assert first_successor(table, (NO_TOKEN, NO_TOKEN, 5)) == 20
-    assert first_successor(table, (NO_TOKEN, 4, 5)) == 21
-    assert first_successor(table, (3, 4, 5)) == COLD
-
-
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
     table = SuccessorTable(order, 1)  # all share one row
@@ -192,21 +161,6 @@ def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
     assert [first_successor(table, (1, 2, token)) for token in (5, 6, 7)] == [COLD, COLD, 23]
 
 
-@given(st.integers(1, 3), st.lists(st.tuples(*[st.integers(0, 3)] * 5), min_size=1, max_size=12), st.integers(0, 3))
-def test_a_small_table_never_returns_another_ngrams_prediction(order, said, bits):
-    """Of the n-grams on one row the last judged has it; the others are cold, not mistaken for it."""
-    table = SuccessorTable(order, 1 << bits)
-    last = {}
-    for *ngram, salt, following in said:
-        learn(table, judged([ngram], [20 + following], salt))
-        last[tuple(ngram[3 - order :]), salt] = 20 + following
-    found = {key: first_successor(table, (0,) * (3 - order) + key[0], key[1]) for key in last}
-    assert all(token in (COLD, last[key]) for key, token in found.items())
-    *ngram, salt, following = said[-1]
-    assert first_successor(table, ngram, salt) == 20 + following
-    assert sum(token != COLD for token in found.values()) <= 1 << bits
-
-
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_texts_under_different_salts_are_kept_apart(order):
     table = SuccessorTable(order, NUM_ROWS)
@@ -214,14 +168,6 @@ def test_texts_under_different_salts_are_kept_apart(order):
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, COLD]
     learn(table, judged([(1, 2, 5)], [30], salt=2))
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, 30]
-
-
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_isolated_texts_know_what_all_know_until_they_know_better(order):
-    table = SuccessorTable(order, NUM_ROWS, isolated=True)
-    learn(table, judged([(1, 2, 5)], [40], salt=0))
-    learn(table, judged([(1, 2, 5)], [20], salt=1))
-    assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [40, 20, 40]
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -294,17 +240,6 @@ def test_tables_propose_by_the_longest_known_ngram():
     assert sources == ["trigram", "bigram", "adjacency", "adjacency", "bigram"]
 
 
-def test_tables_propose_only_under_a_texts_own_salt():
-    made = NgramTables(VOCAB, isolated=True)
-    made.learn(judged([(1, 2, 5)], [20], salt=1))
-    made.learn(judged([(1, 2, 5)], [30], salt=2))
-    histories = [words(1, 2, 5)] * 3
-    candidates = Candidates(torch.tensor([5] * 3), [[1, 2, 5]] * 3, [1, 2, 3])
-    one, two, three = proposed(made, candidates, *histories, max_depth=1)
-    assert [min(found, key=lambda path: found[path][1]) for found in (one, two)] == [(20,), (30,)]
-    assert three == {}
-
-
 # Suffix lookup
 
 
@@ -314,23 +249,6 @@ def test_pairs_of_dropped_texts_take_no_memory():
         index.begin()
         index.extend(range(first, first + 100))
     assert index._struct.num_slots <= 1024
-
-
-def test_suffix_lookup_continues_the_longest_earlier_match():
-    history = words(1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 1, 2, 3, 4)
-    (found,) = proposed(SuffixLookup(depth=3), pool_for(history), history)
-    assert set(found) == {(5,), (5, 9), (5, 9, 3)}, "four tokens match before 5, only two before 7"
-
-
-def test_a_longer_match_and_more_agreement_are_better_evidence():
-    once = words(1, 2, 3, 4, 5, 9, 1, 2, 3, 4)
-    shorter = words(1, 2, 5, 9, 1, 2)
-    torn = words(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4)
-    rows = proposed(SuffixLookup(), pool_for(once, shorter, torn), once, shorter, torn)
-    score_bucket = [found[(5,)][1] for found in rows]
-    prior = SuffixLookup.prior[0]
-    assert prior[score_bucket[0]] > prior[score_bucket[1]] and prior[score_bucket[0]] > prior[score_bucket[2]]
-    assert score_bucket[2] == rows[2][(6,)][1]
 
 
 def owned(owner, *ids):

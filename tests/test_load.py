@@ -159,17 +159,6 @@ def test_code_inside_bin_weights_is_not_run(folder):
     assert not trace.exists()
 
 
-def test_unknown_name_lists_the_packaged_ones_and_the_closest():
-    with pytest.raises(ModelError, match=rf"did you mean {DEFAULT_MODEL}\? \(packaged models: "):
-        load("smolm2-135m")
-
-
-@pytest.mark.parametrize("name", ["", "gpt2", "./nowhere"])
-def test_name_of_nothing_says_what_a_name_may_be(name):
-    with pytest.raises(ModelError, match=f"unknown model '{name}', neither packaged, nor a local folder"):
-        load(name)
-
-
 def test_hub_id_out_of_reach_is_one_line(monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")

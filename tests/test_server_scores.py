@@ -2,10 +2,15 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 
+from gates import PATIENCE
+from graft.server import answers, refusals
 from served import GREEDY, new_engine, post, running
 from tiny import byte_tokenizer
 
@@ -68,6 +73,27 @@ def test_a_stream_with_echo_joins_to_the_whole(url):
             expected = whole[index]["logprobs"][name]
             assert joined[1:] == (pytest.approx(expected[1:], abs=1e-4) if "logprobs" in name else expected[1:])
             assert joined[0] == expected[0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_others_are_answered_while_a_long_echoed_prompt_is_written_as_json(url, monkeypatch, stream):
+    begun, may_go_on, write = threading.Event(), threading.Event(), refusals.dump_json
+
+    def slow(content):
+        if any("y" * 300 in choice.get("text", "") for choice in content.get("choices", ())):
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
+        return write(content)
+
+    for module in (refusals, answers):
+        monkeypatch.setattr(module, "dump_json", slow)
+    body = {"prompt": "y" * 300, "echo": True, "logprobs": 0, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(post, url, **body, **GREEDY)
+        assert begun.wait(PATIENCE)
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        may_go_on.set()
+        assert "y" * 300 in long.result().text
 
 
 def test_log_probabilities_of_prompts_by_token_id(url, engine):

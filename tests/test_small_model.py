@@ -3,32 +3,26 @@ refused in one line."""
 
 import json
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
-from batches import counting_tokens, graphs_of, prefilled
+from batches import counting_tokens, prefilled
 from graft import Engine, GraftError
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
-from graft.model import TargetRunner
-from graft.model.kv_cache import PAGE
 from graft.request.stats import Clock
-from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 PROMPTS = [PROMPT, [5], (PROMPT * 9)[:67]]  # the last is longer than a page
 TREE = TreeSettings(depth=3, topk=3, total_token=12)
 CHAIN = TreeSettings(depth=3, topk=1, total_token=4)
-SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +77,6 @@ def test_every_drafted_node_has_the_probability_that_the_model_gives_it(model, n
             assert_is_what_the_model_says(draft, sequence.ids, tree)
 
 
-@pytest.mark.parametrize("policy", ["dense", "block", "graft"])
-def test_the_text_is_that_of_plain_decoding_with_trees_chains_and_retrieval(model, other, policy):
-    drafter = SmallModelDrafter(other, VOCAB, TREE)
-    target = TargetRunner(model)
-    for options in ({}, SAMPLED):
-        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=14, **options)
-        own = policy_with(PolicySettings(12, pass_cost=0.0), policy, target, drafter)
-        answers = Engine(model, policy=own, drafter=drafter).generate_batch(PROMPTS, max_new_tokens=14, **options)
-        assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
-        assert sum(answer.stats.draft_passes for answer in answers) > 0
-        assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
-
-
 def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     """And it runs no token twice: of a round it reads, before the next root, the last drafted token alone."""
     same = tiny_model()
@@ -147,44 +128,17 @@ def test_text_beyond_the_draft_models_context_is_decoded_too(model):
     assert engine.generate(PROMPT, max_new_tokens=24).ids == plain.ids
 
 
-# Requests that join, leave, are put back, and share beginnings
-
-
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
-    """The draft model is the target's equal: whatever it knew wrongly would be rejected."""
-    drafter = SmallModelDrafter(new_model(), BYTE_VOCAB, CHAIN)
-    scheduler, backs = unsettled(schedule, monkeypatch, drafter, "dense")
-    model, beginning = new_model(), "It was a dark and stormy night. " * 4
-    common = {"seed": 4, "ignore_eos": True}
-    various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
-    for _ in range(2):  # at the second time beginnings are known
-        with undisturbed(scheduler):
-            asked = [
-                (Asked(scheduler, prompt, **own), prompt, own)
-                for prompt, own in ((f"{beginning}{number}", common | own) for number, own in enumerate(various))
-            ]
-        asked.append((Asked(scheduler, "plain", speculates=False, max_new_tokens=8), "plain", {"max_new_tokens": 8}))
-        for request, prompt, own in asked:
-            assert request.wait() == alone(model, prompt, **own)
-        rounds = [request.job.sequences[0].stats.rounds for request, _, _ in asked]
-        assert rounds[:2] == [7, 4], "five tokens a round"
-    assert asked[0][0].job.num_cached_tokens == 2 * PAGE - 1
-    assert backs
-
-
 # Loading
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Models in folders: a target, a draft model of another architecture, one with another tokenizer, one without a
-    causal head."""
+    """Models in folders: a target, one with another tokenizer, one without a causal head."""
     root = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": BYTE_VOCAB, "max_position_embeddings": 512}
     tiny_model(**sizes).save_pretrained(root / "target")
-    tiny_model("qwen2", seed=2, num_hidden_layers=2, **sizes | {"vocab_size": 320}).save_pretrained(root / "draft")
     tiny_model("qwen2", num_hidden_layers=2, **sizes).save_pretrained(root / "foreign")
-    for name in ("target", "draft", "foreign"):
+    for name in ("target", "foreign"):
         byte_tokenizer().save_pretrained(root / name)
     path = root / "foreign" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -236,46 +190,3 @@ def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(
 def test_more_beams_than_tokens_are_refused(model):
     with pytest.raises(GraftError, match="topk is 62, but the draft model drafts from 61 tokens"):
         SmallModelDrafter(model, VOCAB, TreeSettings(topk=62))
-
-
-def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
-    names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
-    plain = graft("generate", "abc", "--max-new-tokens", "6", *names[:2], "--policy", "off")
-    assert graft("generate", "abc", "--max-new-tokens", "6", *names, "--budget", "7").out == plain.out
-    assert graft("load-check", str(folders / "draft")).err.startswith("error: ")
-    data = tmp_path / "task.jsonl"
-    data.write_text(json.dumps({"prompt": "abc"}) + "\n")
-    out = tmp_path / "out"
-    words = ("bench", "--methods", "dense", "--data", str(data), "--max-new-tokens", "6", "--out", str(out))
-    finished = graft(*words, *names)
-    assert finished.status == 0, finished.err
-    assert Path(out, "results.json").is_file()
-
-
-# CUDA graphs
-
-
-def test_captured_steps_draft_the_same(plain, monkeypatch, model):
-    """With PyTorch in place of kernels. The draft model is the target itself: its keys and values are others'."""
-    from captured_parts import OneContext
-
-    eager = SmallModelDrafter(model, VOCAB, TREE)
-    trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
-    expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
-    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", OneContext)
-    drafter = SmallModelDrafter(model, VOCAB, TREE)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    drafter.warm_up(engine.target, 3)
-    num_setups = drafter.num_setups
-    batch = prefilled(engine, *PROMPTS)
-    runner, graphs = batch.draft.runner, graphs_of(batch.draft.runner)
-    for tree, same in zip(trees, drafted(drafter, batch), strict=True):
-        assert [node[:2] for node in tree] == [node[:2] for node in same]
-    batch.cache.release()
-    answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
-    assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
-    assert sum(answer.stats.accepted for answer in answers) > 12
-    assert graphs.failure is None and graphs.layers is not None and num_setups > 0
-    assert graphs is not graphs_of(engine.target) and runner.pool is engine.target.pool
-    assert drafter.num_setups == num_setups, "no graph is made later"

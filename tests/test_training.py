@@ -164,13 +164,6 @@ def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(m
             assert float(rights[step]) == float(q.argmax() == tokens[place])
 
 
-def test_the_first_step_of_the_unroll_is_plain_causal_attention():
-    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    starts = torch.zeros(2, 9, dtype=torch.int64)
-    torch.testing.assert_close(unrolled_attention(q, [k], [v], starts, flex=False), expected)
-
-
 def test_the_gradient_is_that_of_the_loss(model, answers):
     head = make_head(model)
     settings = replace(SETTINGS, chunk_tokens=16)
@@ -209,35 +202,6 @@ def test_training_a_head_leaves_the_model_as_it_was(answers, tmp_path):
     train(make_head(model), model.eval(), answers, replace(SETTINGS, steps=2), tmp_path / "evaluation")
     logs = [(tmp_path / mode / "log.jsonl").read_text() for mode in ("training", "evaluation")]
     assert logs[0] == logs[1], "the head learned from the model without its dropout"
-
-
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
-    whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
-
-    class Stop(Exception):
-        pass
-
-    def stop_late(record):
-        if record["step"] == 10:
-            raise Stop
-
-    with pytest.raises(Stop):
-        train(make_head(model), model, answers, SETTINGS, tmp_path / "parts", stop_late)
-    resumed_at = []
-    other = make_head(model, seed=5)  # whose weights must not matter
-    other.set_vocabulary(make_head(model).t2d.nonzero().squeeze(1))
-    parts = train(other, model, answers, SETTINGS, tmp_path / "parts", lambda r: resumed_at.append(r["step"]))
-    assert min(resumed_at) >= 8, "it went on from its last state"
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, parts.state_dict()[name]), name
-    logs = [(tmp_path / run / "log.jsonl").read_text() for run in ("whole", "parts")]
-    assert logs[0] == logs[1]
-
-
-def test_a_folder_of_another_run_is_refused(model, answers, tmp_path):
-    train(make_head(model), model, answers, replace(SETTINGS, steps=4), tmp_path)
-    with pytest.raises(GraftError, match="other settings"):
-        train(make_head(model), model, answers, replace(SETTINGS, steps=4, step_weight=0.5), tmp_path)
 
 
 @pytest.mark.parametrize("size", [40, 30])

@@ -116,6 +116,16 @@ _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_hea
 _IMAGE_TOKENS = {"image_token_id": 58, "vision_start_token_id": 57, "vision_end_token_id": 56, "video_token_id": 55}
 
 
+def settled_model(num_settled: int, **changes: object) -> PreTrainedModel:
+    """A model whose layers behind the first few change nothing: an exit there is right."""
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers[num_settled:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
 def tiny_multimodal(kind: str, seed: int = 0) -> PreTrainedModel:
     """A random model in fp32 that takes images too: gemma3 or qwen2_5_vl."""
     text = {**_COMMON, **ARCHITECTURES.get(f"{kind}_text", {})}
