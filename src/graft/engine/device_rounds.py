@@ -393,7 +393,7 @@ class DeviceRounds:
         if not self.policy.knows_draws:
             return [RowDraws(0, 0, 0.0)] * len(sequences)
         settings = [sequence.settings for sequence in sequences]
-        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.top_p, s.min_p)) for s in settings]
+        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.min_p)) for s in settings]
 
     # Inside graphs
 
