@@ -479,6 +479,26 @@ def test_what_fails_costs_a_rounds_tree_and_is_logged_once(sglang, monkeypatch, 
     assert any("planted" in str(record.exc_info[1]) for record in caplog.records)
 
 
+@pytest.mark.parametrize("name", ["propose", "likeliest"])
+def test_what_fails_in_a_capture_leaves_sglangs_own_trees_in_all_rounds(sglang, monkeypatch, caplog, name):
+    """The captured graph does without our kernel for good, so what its rounds leave in memory is not a tree."""
+    works, calls = getattr(Trees, name), []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return works(*args)
+
+    monkeypatch.setattr(Trees, name, fails_once)
+    requests = requests_of(sglang, length=8)
+    sglang.captured_batch = sglang.batch_of(requests[:1])
+    _, inputs = decode(sglang, requests)
+    check_texts(requests)
+    assert sglang.num_own_trees == len(inputs) and len(calls) == 1
+    assert "planted" in str(caplog.records[0].exc_info[1])
+
+
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypatch, is_overlapped):
     monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4,3:1")

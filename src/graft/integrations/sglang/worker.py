@@ -7,7 +7,8 @@ before its tree is known: overlapped scheduling works as with SGLang's own trees
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     reads_prompts = True
     has_tree = False  # whether this round's trees are Graft's
     is_sound = True  # whether nothing has failed in this round
+    _is_capturing = False  # whether SGLang makes its graphs now
+    _fits_graphs = True  # False: it failed then, so some graphs do without our kernels
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -92,7 +95,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         if num_places > 1 and not fits:
             say_once(f"batches of more than {MAX_TREE_TOKENS} places have SGLang's own trees")
         # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
-        self.has_tree, self.is_sound = fits, not attempt.failed
+        self.has_tree, self.is_sound = fits, self._fits_graphs and not attempt.failed
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in: of the largest one where ranks pad to each other's batches."""
@@ -101,6 +104,38 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             return max(captured)
         return min((size for size in captured if size >= num_rows), default=num_rows)
 
+    def _capture_cuda_graphs(self) -> None:
+        self._is_capturing = True
+        try:
+            super()._capture_cuda_graphs()
+        except Exception:
+            say_once("SGLang's draft graphs cannot be captured with its kernels in them: unset GRAFT_SGLANG")
+            raise
+        finally:
+            self._is_capturing = False
+
+    @contextmanager
+    def _inside_graphs(self) -> Iterator[None]:
+        """Run what SGLang captures. What fails in a capture is left out of all later rounds, not of this one alone.
+
+        Waiting for the device would end the capture and with it the launch. So it is an error when SGLang runs a
+        batch before it captures it.
+        """
+        if not self._fits_graphs:
+            raise GraftError("the kernels failed when graphs were captured")
+        watched = self._is_capturing and self._tables.is_cuda and not torch.cuda.is_current_stream_capturing()
+        mode = torch.cuda.get_sync_debug_mode() if watched else 0
+        try:
+            if watched:
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        except Exception:
+            self._fits_graphs = not self._is_capturing
+            raise
+        finally:
+            if watched:
+                torch.cuda.set_sync_debug_mode(mode)
+
     def draft_forward(self, forward_batch: Any) -> Any:
         """The draft passes and the tree, which may be captured in a CUDA graph. Returns all levels."""
         with set_to(drafting, Drafting(self, forward_batch.seq_lens + 1, depth=2)):
@@ -108,13 +143,14 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         beams, scores, tokens, *_ = found
         num_places = self.speculative_num_draft_tokens
         if tokens is not None and self.trees.fits(len(tokens), num_places):
-            with Attempt("propose trees") as attempt:
+            with Attempt("propose trees") as attempt, self._inside_graphs():
                 self.trees.propose(Drafted(tokens, scores, beams), num_places)
             self.is_sound = self.is_sound and not attempt.failed
         return found
 
     def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return self.trees.likeliest(logits, topk, ends, depth)
+        with self._inside_graphs():
+            return self.trees.likeliest(logits, topk, ends, depth)
 
     def build(
         self,
