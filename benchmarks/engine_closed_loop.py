@@ -44,7 +44,8 @@ NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once
 NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 FAULTS = "ENGINE_CLOSED_LOOP_FAULTS"  # tells SGLang's processes, which import this file, that calls are to fail
-NUM_DISTURBED, NUM_STREAMS = 1000, 16
+NUM_DISTURBED = 1000
+NUM_STREAMS, MOST_PAUSED = 16, 24  # running requests, and the next size with graphs
 
 
 def parse() -> argparse.Namespace:
@@ -76,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--alone", type=int, help="prompts for one request at a time; three quarters of --limit")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of the longest text")
     parser.add_argument("--kv-tokens", type=int, default=60_000, help="SGLang: tokens in its KV cache")
-    parser.add_argument("--gate", type=Path, help="a file name: FILE.ready and FILE.go")
+    parser.add_argument("--gate", type=Path, help="SGLang: a file name, see above")
     parser.add_argument("--log-level", default="error", help="SGLang's")
     parser.add_argument("--faults", type=int, help="SGLang: one of so many calls fails; 0: none")
     parser.add_argument("--pause", type=int, metavar="LENGTH", help="SGLang: the longest pause at such a prompt")
@@ -136,6 +137,8 @@ class SGLang:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
+            if self._options.gate is not None:
+                pass_gate(self._options.gate)
             self._engine.loop.run_until_complete(work)
         finally:
             self._engine.shutdown()
@@ -190,7 +193,7 @@ class VLLM:
         self._flags: dict[str, Any] = dict(
             model=options.model,
             dtype=options.dtype,
-            max_model_len=CONTEXT,
+            max_model_len=options.context,
             max_num_seqs=max_requests,
             gpu_memory_utilization=0.25,
             kv_cache_memory_bytes=8 * 2**30,
@@ -271,9 +274,7 @@ def differences(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:
-    print(f"engine started in {time.perf_counter() - begun:.1f} s", flush=True)
-    if options.gate is not None:
-        pass_gate(options.gate)
+    print(f"engine started in {time.perf_counter() - begun:.1f} s, with the wait at the gate", flush=True)
     prompts = json.loads(Path(options.ids).read_text())
     lessons = json.loads(Path(options.warmup).read_text()) if options.warmup else []
     all_sizes = numbers(options.concurrency)
@@ -367,7 +368,7 @@ async def disturb(options: argparse.Namespace, engine: SGLang) -> None:
                 await asyncio.sleep(0.01 * (number % 7))
                 engine.abort(rid)
             answer = last[number] = await asked
-            return list(answer["output_ids"])[:length]
+            return list(answer.get("output_ids", ()))[:length]  # one that never ran has none
 
     await asyncio.gather(*(ask(number) for number in range(options.limit)))
     await engine.forget()
@@ -380,17 +381,16 @@ async def disturb(options: argparse.Namespace, engine: SGLang) -> None:
     retracted = sum(answer["meta_info"].get("num_retractions", 0) for answer in last.values())
     reasons = Counter((answer["meta_info"]["finish_reason"] or {}).get("type") for answer in last.values())
     told = f"faults 1 in {options.faults}" if options.faults else "no faults"
-    print(f"{told}: {len(texts)} requests in {seconds:.0f} s, {dict(reasons)}, {retracted} retractions, "
-          f"{lost:.0f} MB of GPU memory lost", flush=True)  # fmt: skip
+    ends = f"{dict(reasons)}, {retracted} retractions, {lost:.0f} MB of GPU memory lost"
+    print(f"{told}: {len(texts)} requests in {seconds:.0f} s, {ends}", flush=True)
     for path in map(Path, options.compare):
         pairs = list(zip(texts, json.loads(path.read_text())["texts"], strict=True))
         # An aborted text is compared as far as both have it.
         cut = [(ours[: len(other)], other[: len(ours)]) for ours, other in pairs]
         ended = [number for number in range(NUM_DISTURBED) if number % 10 != 3]
         lengths = sum(len(pairs[number][0]) != len(pairs[number][1]) for number in ended)
-        print(
-            f"  against {path.stem}: {differences(*map(list, zip(*cut, strict=True)))}; {lengths} lengths", flush=True
-        )
+        found = differences(*map(list, zip(*cut, strict=True)))
+        print(f"  against {path.stem}: {found}; {lengths} that were not aborted have another length", flush=True)
     if options.out:
         Path(options.out).write_text(json.dumps({"texts": texts}))
 
@@ -513,7 +513,7 @@ def main() -> None:
         engine.run(draw_and_compare(options, engine))
         return
     if options.pause is not None:
-        engine = SGLang(options, NUM_STREAMS + 1)
+        engine = SGLang(options, MOST_PAUSED)
         engine.run(measure_pause(options, engine))
         return
     if options.faults is not None:
