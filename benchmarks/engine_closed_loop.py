@@ -437,10 +437,9 @@ async def measure_pause(options: argparse.Namespace, engine: SGLang) -> None:
     await engine.forget()
     running = (gaps_of(prompt, 700) for prompt in prompts[:NUM_STREAMS])
     *found, (begun, ended) = await asyncio.gather(*running, joins(1.0))
-    both = [
-        [gap for all_of in found for at, gap in all_of if (begun <= at <= ended + 0.1) is there] for there in (0, 1)
-    ]
-    without, while_there = (1e3 * max(gaps, default=0.0) for gaps in both)
+    gaps = [(begun <= at <= ended + 0.1, 1e3 * gap) for all_of in found for at, gap in all_of]
+    while_there = max((gap for is_there, gap in gaps if is_there), default=0.0)
+    without = max((gap for is_there, gap in gaps if not is_there), default=0.0)
     print(
         f"{engine.name}: the longest pause of {NUM_STREAMS} requests is {while_there:.0f} ms while a prompt of "
         f"{options.pause} tokens is read in {ended - begun:.2f} s, else {without:.0f} ms",
