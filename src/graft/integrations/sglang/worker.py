@@ -54,7 +54,14 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         args_of, tables, kv = self.server_args, self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator
         self._tables = tables
         settings = _settings()
-        places = [size.places for size in sizes_for(args_of, settings) if size.places > 1]
+        sizes = [size for size in sizes_for(args_of, settings) if size.places > 1]
+        captured = release.current().decode_graphs(args_of).bs or ()
+        # By places, the rows of the largest graph that has such trees. SGLang captures more for the largest trees.
+        self._most_rows = {
+            size.places: min((rows for rows in captured if rows >= size.max_requests), default=size.max_requests)
+            for size in sizes
+            if size.max_requests is not None
+        }
         self._is_deterministic = bool(getattr(args_of, "enable_deterministic_inference", False))
         if self._is_deterministic:
             say_once("in the deterministic mode sampled tokens are drawn by SGLang's own code, which is slower")
@@ -65,7 +72,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             vocab_size=self.target_worker.model_config.vocab_size,
             topk=self.topk,
             num_steps=self.speculative_num_steps,
-            most_rows=max(min(MAX_TREE_TOKENS // min(places, default=2), len(tables)), 1),
+            most_rows=max(min(MAX_TREE_TOKENS // min((size.places for size in sizes), default=2), len(tables)), 1),
             random_seed=args_of.random_seed,
             knows_noise=not self._is_deterministic,
         )
@@ -91,11 +98,16 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with Attempt("prepare a round") as attempt:
             self.trees.see(batch.reqs)
             self.trees.load(Rows(batch.req_pool_indices, batch.seq_lens, roots), num_places)
-        fits = self.trees.fits(self._padded(len(batch.reqs)), num_places)
-        if num_places > 1 and not fits:
+        num_rows = self._padded(len(batch.reqs))
+        fits = self._has_room(num_rows, num_places)
+        if num_places > 1 and not self.trees.fits(num_rows, num_places):
             say_once(f"batches of more than {MAX_TREE_TOKENS} places have SGLang's own trees")
         # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
         self.has_tree, self.is_sound = fits, self._fits_graphs and not attempt.failed
+
+    def _has_room(self, num_rows: int, num_places: int) -> bool:
+        """Whether a batch of so many rows, with padding, has our trees. The graph and the round must agree on it."""
+        return self.trees.fits(num_rows, num_places) and num_rows <= self._most_rows.get(num_places, num_rows)
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in: of the largest one where ranks pad to each other's batches."""
@@ -142,7 +154,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             found = super().draft_forward(forward_batch)
         beams, scores, tokens, *_ = found
         num_places = self.speculative_num_draft_tokens
-        if tokens is not None and self.trees.fits(len(tokens), num_places):
+        if tokens is not None and self._has_room(len(tokens), num_places):
             with Attempt("propose trees") as attempt, self._inside_graphs():
                 self.trees.propose(Drafted(tokens, scores, beams), num_places)
             self.is_sound = self.is_sound and not attempt.failed
