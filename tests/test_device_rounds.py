@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -326,6 +328,32 @@ def test_engines_over_one_model_do_not_share_what_rounds_were_captured_over(on_d
             expected,
         ]
     assert engines[0].device_rounds is not engines[1].device_rounds
+
+
+def test_rounds_that_were_captured_beforehand_capture_nothing_while_they_are_timed(on_device):
+    engine = Engine(tiny_model("llama").to(DEVICE), policy="graft")
+    settings = SamplingSettings(max_new_tokens=24)
+    engine.generate(PROMPT, **vars(settings))
+    long = [*PROMPT, *range(40)]  # its text crosses the border of the first context
+    engine.generate(long, max_new_tokens=1)
+    engine.capture_rounds(1, len(long) + 24, settings)
+    before = engine.num_setups
+    controller = engine.device_rounds.controller
+    plan, sizes = controller.plan, itertools.cycle((8, 16, 32))
+    controller.plan = lambda kinds, rows, *rest: plan(kinds, rows, *rest)._replace(tokens=next(sizes))
+    engine.generate(long, **vars(settings))
+    assert engine.num_setups == before
+
+
+def test_a_long_prompt_beside_rounds_of_short_texts_changes_only_the_graph_of_the_step(on_device):
+    engine = byte_engine()
+    loop = DecodeLoop(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096), 64)
+    jobs = [Job(engine.new_sequences(prompt, SamplingSettings(max_new_tokens=9)), lambda news: None) for prompt in (PROMPT, PROMPT * 8)]
+    loop.submit(jobs[0])
+    while loop.has_work:
+        loop.step()
+        if len(jobs[0].sequences[0].new_ids) == 2 and not jobs[1].sequences[0].new_ids:
+            loop.submit(jobs[1])
 
 
 def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypatch):
