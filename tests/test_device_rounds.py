@@ -348,7 +348,10 @@ def test_rounds_that_were_captured_beforehand_capture_nothing_while_they_are_tim
 def test_a_long_prompt_beside_rounds_of_short_texts_changes_only_the_graph_of_the_step(on_device):
     engine = byte_engine()
     loop = DecodeLoop(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096), 64)
-    jobs = [Job(engine.new_sequences(prompt, SamplingSettings(max_new_tokens=9)), lambda news: None) for prompt in (PROMPT, PROMPT * 8)]
+    jobs = [
+        Job(engine.new_sequences(prompt, SamplingSettings(max_new_tokens=9)), lambda news: None)
+        for prompt in (PROMPT, PROMPT * 8)
+    ]
     loop.submit(jobs[0])
     while loop.has_work:
         loop.step()

@@ -169,7 +169,7 @@ class DeviceRounds:
             round = self._round_for(target.pool)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
-            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._sizes(rows, rows, 0))]
+            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._planned_sizes(rows))]
             limits = self.controller.pass_limits if self.controller is not None else [0]
             for number, shape in enumerate(shapes):
                 target.progress(
@@ -303,6 +303,14 @@ class DeviceRounds:
         room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
         most = min(room, num_rows * (1 + RoundShape(padded_rows, 0).cap))
         return [size for size in self._target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
+
+    def _planned_sizes(self, padded_rows: int) -> list[int]:
+        """Sizes of steps with trees that may be planned for so many rows with padding."""
+        sizes = self._sizes(padded_rows, padded_rows, 0)
+        if not sizes or self.controller is None or self.controller.fixed is None:
+            return sizes
+        row_counts = range(padded_rows // 2 + 1, padded_rows + 1)
+        return sorted({self.controller.fixed_size(num_rows, sizes) for num_rows in row_counts})
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0
