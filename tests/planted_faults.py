@@ -899,11 +899,11 @@ FAULTS = (
         ("test_budget.py::test_a_hopeless_text_costs_at_most_3_percent_of_its_first_400_rounds",),
     ),
     Fault(
-        "budget: further passes reach as far as the first",
+        "budget: a draft pass costs nothing",
         _BUDGET,
-        "            reach *= fading\n",
-        "",
-        ("test_budget.py::test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams",),
+        "return cost / gain if gain > 0 else math.inf",
+        "return 0.0 if gain > 0 else math.inf",
+        ("test_budget.py::test_a_pass_must_bring_its_cost_with_the_probability_that_its_beams_are_reached",),
     ),
     Fault(
         "budget: nodes fill the room that other tokens of the step need",

@@ -165,7 +165,7 @@ class DeviceRounds:
             return
         most = padded(max_rows, ROWS)
         lengths = [*(context for context in target.contexts if context < longest), longest]
-        with target.launching(MAX_TREE_TOKENS) as (buffers, tables):
+        with target.launching(target.step_sizes[-1]) as (buffers, tables):
             round = self._round_for(target.pool)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]

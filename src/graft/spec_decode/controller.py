@@ -232,7 +232,7 @@ class Controller:
         values = np.cumsum(np.bincount(needs, expected[is_verified], minlength=size))[:size]
         num_replaced = len(needs) - np.cumsum(np.bincount(needs, minlength=size))[:size]
         others = np.sort(expected[~is_verified])[::-1]
-        values += np.concatenate([[0.0], np.cumsum(others)])[np.minimum(num_replaced, len(others))]
+        values = values + np.concatenate([[0.0], np.cumsum(others)])[np.minimum(num_replaced, len(others))]
         self.budget.passes.of(outcome.num_rows, outcome.kinds).observe(outcome.reaches, values.tolist())
 
     def _learn_acceptance(self, outcome: Outcome, expected: np.ndarray) -> None:
