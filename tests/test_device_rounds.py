@@ -360,7 +360,6 @@ def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_
     monkeypatch.setattr(DeviceRounds, "_capture", captured)
     engine = byte_engine()
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
-    monkeypatch.setattr(scheduler, "warm_up", lambda: None, raising=False)
     try:
         answers = [
             Asked(scheduler, "short", max_new_tokens=14),
