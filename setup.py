@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 COMPILER_PACKAGE = "ziglang>=0.13"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # The same on every machine: no product and sum in one step, which only some processors have, and no guessing which.
-EXACT = ["-std=c99", "-O2", "-ffp-contract=off", "-pthread"]
+EXACT = ["-std=c99", "-O2", "-ffp-contract=off"]
 # GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
 FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
 
@@ -38,7 +38,7 @@ def _works(command: str) -> bool:
     """Whether a command such as `ccache gcc -pthread` makes a library: a compiler may lack the C library's headers."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "try.c")
-        source.write_text("#include <pthread.h>\n#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
+        source.write_text("#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
         words = [*shlex.split(command), "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so"))]
         try:
             return subprocess.run(words, capture_output=True).returncode == 0
@@ -69,12 +69,10 @@ class PlatformWheel(bdist_wheel):
 
 
 def library(name: str, source: str, flags: list[str]) -> Extension:
-    linked = [flag for flag in flags if flag == "-pthread"]
     return Extension(
         f"graft.{name}",
         [f"src/graft/{source}"],
         extra_compile_args=flags,
-        extra_link_args=linked,
         # Sources that others include: a source distribution has them, and a change of one builds the library anew.
         depends=["src/graft/tree/native.c", *sorted(glob.glob("src/graft/tree/native/*.c"))],
         py_limited_api=True,

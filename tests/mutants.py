@@ -38,7 +38,7 @@ PRELOADED = (
 )
 # The C library, the source that it is built of, which includes all others, and the flags of setup.py.
 LIBRARY, SOURCE = "src/graft/tree/_native.abi3.so", "src/graft/tree/native.c"
-FLAGS = ("-std=c99", "-O2", "-ffp-contract=off", "-pthread", "-fPIC", "-shared")
+FLAGS = ("-std=c99", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 HELP = """\
 Plants faults in a temporary copy of the tree, one at a time, and runs for each only the tests that should notice.
 A fault that no test notices survives: write the test that kills it. The faults are in tests/planted_faults.py.

@@ -302,14 +302,6 @@ _FAULTS = r"""
 -for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}
 +for node in range(tree.width - 1, 0, -1)}
 = src/graft/tree/native/trees.c
-! test_sampling.py::test_padding_is_never_accepted
-# acceptance: padding is accepted in a walk by known choices
--tokens[at] != new_tokens[first + count] || sources[at] <= ROOT) continue;
-+tokens[at] != new_tokens[first + count]) continue;
-! test_native.py::test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead
-# acceptance: a token is accepted below another parent
--if (parents[at] != node || tokens[at]
-+if (tokens[at]
 ! test_target.py::test_a_nodes_logits_are_those_of_its_path_alone[llama]
 # step: a node is one deeper than the node before it, not than its parent
 -depths[at] = i > 0 ? depths[start + parent] + 1 : 0;

@@ -1,14 +1,38 @@
-"""Test policies that propose good, bad and repeated tokens whatever the machine's costs are; and trees."""
+"""Test policies that propose good, bad and repeated tokens whatever the machine's costs are; texts, trees and walks."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import dataclass, field
 
 import torch
 
+import reference
+from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.candidates import Candidates
 from graft.tree.tree import PADDING, DraftTree
+
+_NUMBERS = itertools.count(1 << 40)  # those of sequences count from 1
+
+
+@dataclass(eq=False)
+class Text:
+    """A text as retrievers see it."""
+
+    ids: list[int]
+    num_prompt_tokens: int
+    owner: int | None = None
+    group: int | None = None
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+
+
+def paths(tree: DraftTree, chosen: torch.Tensor) -> Accepted:
+    """What is accepted when the token after every node is known: chosen [B, N]."""
+    columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.sources, chosen))
+    nodes, tokens = zip(*(reference.walk(*row) for row in zip(*columns, strict=True)), strict=True)
+    return Accepted(list(nodes), list(tokens))
 
 
 class RandomTrees(Policy):

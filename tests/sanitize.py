@@ -30,7 +30,7 @@ TESTS = [
     "test_sglang.py",
 ]
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -fPIC -shared"
-EXACT = "-std=c99 -ffp-contract=off -pthread"
+EXACT = "-std=c99 -ffp-contract=off"
 LIBRARIES = [
     ("tree/native.c", "tree/_native", EXACT),
     ("bench/baselines/baselines.c", "bench/baselines/_baselines", EXACT),

@@ -11,7 +11,7 @@ from graft import GraftError
 from graft.datastore import format as datastore
 from graft.files import read_json
 from graft.hub.export import accepted_table, load_table
-from graft.hub.manifest import MANIFEST, check_sizes, record_files, sources_of
+from graft.hub.manifest import MANIFEST, check_sizes, record_files, version_of
 from graft.spec_decode.proposers.eagle3.checkpoint import inspect_head
 from graft.spec_decode.proposers.mtp.checkpoint import _files_by_name
 from graft.train.card import read_log
@@ -67,9 +67,9 @@ def check_all(path, content, read):
 
 def test_a_damaged_manifest(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    record_files(tmp_path, {"name": "x", "source": ["/x.gguf"]})
+    record_files(tmp_path, {"name": "x", "version": "1"})
     manifest = tmp_path / MANIFEST
-    check_all(manifest, json.loads(manifest.read_text()), lambda: (check_sizes(tmp_path), sources_of(tmp_path)))
+    check_all(manifest, json.loads(manifest.read_text()), lambda: (check_sizes(tmp_path), version_of(tmp_path)))
 
 
 def test_a_damaged_header_of_an_index(tmp_path):

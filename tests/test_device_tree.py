@@ -12,7 +12,6 @@ from graft.hashing import mix64
 from graft.model.kv_cache import Row
 from graft.model.noise import NUM_KINDS, ComingDraws, RowDraws
 from graft.model.step import FlatStep
-from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
@@ -21,6 +20,7 @@ pytest.importorskip("triton")
 
 from graft.tree.device import best_first, copies, drafts, outcome, ranking, tables
 from graft.tree.device.pool import Draws, Pool, PoolShape, bucket_starts
+from proposers import Text
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTED, SUFFIX, TRIGRAM = 1, 2, 4  # sources; `past` is the one behind SUFFIX

@@ -1,5 +1,5 @@
-"""The door for other engines: texts, drafts and the target's likeliest tokens in, trees out; and none of it needs
-transformers or our engine."""
+"""The grafter alone: texts, drafts and the target's likeliest tokens in, trees out; and none of it needs transformers
+or our engine."""
 
 import random
 import subprocess
@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from graft.spec_decode.acceptance import paths
 from graft.spec_decode.cost_model import StepCost, usual_shape
-from graft.spec_decode.grafter import Grafter, Text
+from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
+from proposers import Text, paths
 from tree_strategies import path_of
 
 VOCAB = 50
@@ -54,7 +54,7 @@ def drafter(text, period, rng):
 
 
 def decode(grafter, num_rounds, passes=None):
-    """Rounds of one text by the door alone; the text and its rounds."""
+    """Rounds of one text by the grafter alone; the text and its rounds."""
     rng, period = random.Random(3), 9
     text = Text([rng.randrange(VOCAB) for _ in range(period)], num_prompt_tokens=period)
     rounds = []
@@ -77,11 +77,13 @@ def decode(grafter, num_rounds, passes=None):
         logits = torch.tensor([3.0, 0.0]).expand(successors.shape).contiguous()
         before = [text.ids[-2]], [text.ids[-3]]
         top_k = TargetTopK(tree.tokens, tree.parents, tree.sources, successors, logits, *before, [0])
-        grafter.learn_top_k(top_k)
+        for retriever in grafter.retrievers:
+            retriever.learn(top_k)
         grafter.learn(round, tree, accepted, seconds=1.0)
         rounds.append((tree, accepted, round))
         text.ids += accepted.tokens[0]
-    grafter.finish(text)
+    for retriever in grafter.retrievers:
+        retriever.finish(text)
     return text.ids, rounds
 
 

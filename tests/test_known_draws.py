@@ -21,10 +21,9 @@ from batches import opened, prefill
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
-from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration, by_noise
 from graft.spec_decode.cost_model import StepCost, UnitCost, usual_shape
-from graft.spec_decode.grafter import Grafter, Text
+from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
@@ -34,6 +33,7 @@ from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from graft.tree.candidates import Candidates, Level
 from graft.tree.native import native
+from proposers import Text, paths
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]
@@ -341,7 +341,8 @@ def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
     for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
         round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
         level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-        grafter.draft(round, iter([[level]]), 1, num_made=1)
+        grafter.goes_on = lambda num_done, reach, going, kinds: [num_done == 0 for _ in going]
+        grafter.draft(round, iter([[level]]), 1)
         tree = grafter.graft(round)
         grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
         changed = (grafter.calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)
@@ -361,7 +362,8 @@ def run_round(grafter, draws):
     """A round with one drafted node, which is accepted."""
     round = grafter.begin(torch.tensor([1]), [Text([3, 2, 1], 3)], [4], 3, draws=draws)
     level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-    grafter.draft(round, iter([[level]]), 1, num_made=1)
+    grafter.goes_on = lambda num_done, reach, going, kinds: [num_done == 0 for _ in going]
+    grafter.draft(round, iter([[level]]), 1)
     tree = grafter.graft(round)
     assert tree.num_nodes == [1]
     grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)

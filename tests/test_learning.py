@@ -11,14 +11,13 @@ from graft import Engine
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.base import salt_of
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
 from graft.tree.candidates import NO_TOKEN, Candidates
 from judgements import judged, judged_alone, verified
-from proposers import random_tree, token_paths
+from proposers import Text, random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
 NUM_ROWS = 1 << 10

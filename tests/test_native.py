@@ -1,7 +1,6 @@
 """The C code of `native.c` and `baselines.c` against the slow reference, to the last bit; the same trees everywhere."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,10 +18,7 @@ import reference
 from graft.bench.baselines.native import extend_leaves, fill, keep_best
 from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
-from graft.machine import num_cores
-from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.grafter import Text
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
@@ -30,7 +26,7 @@ from graft.spec_decode.proposers.suffix import SuffixIndex
 from graft.tree import candidates as candidates_module
 from graft.tree import native
 from graft.tree.candidates import NOBODY, Candidates, Columns, Level
-from proposers import random_tree
+from proposers import Text, random_tree
 
 TOKENS = 4  # few, so that equal paths are common
 CHANCES = (0.0, 1e-20, 0.004, 0.25, 0.5, 0.9, 1.0)
@@ -385,70 +381,17 @@ def test_an_index_holds_the_last_texts_that_it_has_room_for(texts, max_tokens):
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
-def test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead(seed, num_rows, num_nodes):
+def test_nodes_are_counted_by_source(seed, num_rows, num_nodes):
     rng = random.Random(seed)
     tree = random_tree(rng, [rng.randrange(TOKENS) for _ in range(num_rows)], num_nodes, vocab_size=TOKENS)
     most = int(tree.sources.max())
     assert tree.counts_by_source == [[row.count(n) for n in range(most + 1)] for row in tree.sources.tolist()]
-    chosen = torch.tensor([[rng.randrange(TOKENS) for _ in row] for row in tree.tokens], dtype=torch.int32)
-    accepted = paths(tree, chosen)
-    columns = (tree.tokens, tree.parents, tree.sources, chosen)
-    walks = [reference.walk(*(column[row].tolist() for column in columns)) for row in range(num_rows)]
-    assert list(zip(accepted.nodes, accepted.tokens, strict=True)) == walks
 
 
-# Threads
+# Failures
 
 
-def tree_of_many_rows(num_rows=41):
-    """Rows, drafted levels, copies and tables together; what comes of them."""
-    both = Both(3, num_rows)
-    both.chances = both.chances.repeat(1, 1, 2)
-    tables, lookup = some_tables(5, isolated=False), SuffixLookup()
-    learn_something(both, *tables, 8)
-    texts = [Text([both.rng.randrange(3) for _ in range(40)], 0) for _ in both.texts]
-    candidates = both.pools[1]
-    lookup.propose(candidates, texts, 2, both.chances, 8)
-    both.pools[0] = copy(candidates)  # the reference has its say elsewhere
-    for _ in range(3):
-        both.add_level()
-    candidates.follow(tables[1].structs, both.chances, 4, waves=3, beam=6, max_depth=8)
-    candidates.merge(DRAFTED, both.chances)
-    ranking = candidates.ranked(300, [20] * num_rows)
-    return (
-        int(candidates.nodes.depths.max()),
-        ranking.gains,
-        candidates.values_by_need(2, [100, 300], [0.0, 0.1], [20] * num_rows),
-        rows_of(*ranking.tree(8)),
-    )
-
-
-@pytest.fixture
-def use_threads():
-    """Sets how many threads may work; afterwards as many as there were."""
-    yield native.native().graft_use_threads
-    native.native().graft_use_threads(num_cores())
-
-
-def test_the_result_does_not_depend_on_the_number_of_threads(use_threads):
-    found = []
-    for count in (1, 2, 3, 8, 8, 16, 16):  # from 16 on threads look out for work before they sleep
-        use_threads(count)
-        found.append(tree_of_many_rows())
-    assert all(each == found[0] for each in found) and found[0][0] > 3
-
-
-def test_a_forked_process_has_threads_of_its_own(use_threads):
-    use_threads(4)
-    expected = tree_of_many_rows()
-    child = os.fork()
-    if child == 0:  # exits without tidying up what is the parent's
-        os._exit(0 if tree_of_many_rows() == expected else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_failure_in_one_of_the_rows_is_told(use_threads):
-    use_threads(4)
+def test_a_failure_in_one_of_the_rows_is_told():
     candidates = Candidates(torch.ones(40, dtype=torch.int64), [[1]] * 40)
     parents = torch.zeros(40, 1, dtype=torch.int64)
     parents[33] = 7  # there is no such node
@@ -501,7 +444,7 @@ COMPILERS = {"cc": ["cc"], "zig": [sys.executable, "-m", "ziglang", "cc"]}
 def works(command, folder):
     """Whether the compiler is there, with the headers of a C library."""
     source = folder / "try.c"
-    source.write_text("#include <pthread.h>\n#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
+    source.write_text("#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
     try:
         words = [*command, "-fPIC", "-shared", str(source), "-o", str(folder / "try.so")]
         return subprocess.run(words, capture_output=True, timeout=100).returncode == 0
@@ -523,7 +466,7 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, executab
     if not works(COMPILERS[compiler], executable_folder):
         pytest.skip(f"there is no {compiler} that makes a library")
     source = Path(native.__file__).with_name("native.c")
-    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-pthread", "-fPIC", "-shared", str(source)]
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(source)]
     subprocess.run([*command, "-o", str(executable_folder / "_native.abi3.so")], check=True, timeout=600)
     monkeypatch.setattr(native, "HERE", executable_folder)
     native.native.cache_clear()

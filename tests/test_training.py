@@ -237,6 +237,15 @@ def test_the_draft_vocabulary_is_what_answers_use_most():
     assert chosen.tolist() == [5, 7] and coverage == pytest.approx(5 / 6)
 
 
+def test_without_a_size_the_draft_vocabulary_covers_almost_all_answer_tokens():
+    common, rare = torch.arange(1199).repeat_interleave(600), torch.arange(1199, 6199)  # 1,853 tokens cover 99.4 %
+    answers = [Answered(torch.cat([common, rare]).int(), 0)]
+    chosen, coverage = draft_vocabulary(answers, 10_000)
+    assert len(chosen) == 2048 and set(range(1199)) < set(chosen.tolist())
+    assert coverage == pytest.approx((1199 * 600 + 849) / (1199 * 600 + 5000)) and coverage >= 0.994
+    assert len(draft_vocabulary([Answered(torch.arange(60).int(), 0)], 60)[0]) == 60
+
+
 def test_all_answers_to_a_prompt_are_on_the_same_side_of_the_split():
     answers = [Answered(torch.tensor([p, p, a], dtype=torch.int32), 2) for a in range(3) for p in range(20)]
     held_back, training = split_by_prompt(answers, share=0.2)

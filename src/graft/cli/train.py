@@ -48,7 +48,13 @@ TRAINING: Group = {
     "seed": _training(int, "Fixes the order of the answers.", "0"),
 }
 EAGLE3: Group = {
-    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "8192"),
+    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "99.4 % of the answers' tokens"),
+    "norm_before_residual": _eagle3(
+        bool,
+        "Add the layer's output to the normed hidden state, or to the hidden state itself, as SGLang expects.",
+        "normed-residual",
+        flag="--normed-residual/--plain-residual",
+    ),
     "unroll": _eagle3(int, "Draft depths to train.", "5"),
     "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
     "greedy_weight": _eagle3(
@@ -200,8 +206,8 @@ def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
     from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
     if kind == "eagle3":
-        size = {name: of_kind.pop(name) for name in ("draft_vocab_size",) if name in of_kind}
-        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **size)
+        shape = {name: of_kind.pop(name) for name in ("draft_vocab_size", "norm_before_residual") if name in of_kind}
+        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **shape)
     count = of_kind.get("num_layers", 1)
     require(count >= 1, f"--layers must be at least 1, not {count}")
     if kind == "depth-pruned":

@@ -52,13 +52,12 @@ def check_sizes(folder: Path, cure: str | None = None) -> None:
             raise ModelError(f"{path} {state}: {cure}")
 
 
-def sources_of(folder: Path) -> list[str]:
-    """Where a model came from, or nothing if its manifest does not say."""
+def version_of(folder: Path) -> str | None:
+    """The version of the GGUF file that a folder was converted from; None if its manifest does not say."""
     try:
-        found = _read(folder)["source"]
+        return str(_read(folder)["version"])
     except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return found if isinstance(found, list) else []
+        return None
 
 
 def packaged_name(folder: Path) -> str | None:

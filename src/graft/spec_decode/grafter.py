@@ -6,14 +6,13 @@ Its input is texts, drafted levels and the target's likeliest tokens; its output
     grafter.draft(round, passes, num_beams)                      # prune: draft passes while they pay
     tree = grafter.graft(round)                                  # graft, rank, and choose how many nodes to verify
     ...                                                          # the target verifies, `acceptance` walks the tree
-    grafter.learn(round, tree, accepted, seconds); grafter.learn_top_k(top_k)
+    grafter.learn(round, tree, accepted, seconds)
 
-Our own engine runs it through `policies/graft.py`; other engines bring their own drafts and verify step.
+Our own engine runs it through `policies/graft.py`. SGLang's plugin uses its sources and calibration.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,24 +29,12 @@ from graft.spec_decode.budget import Budget, TreeSize
 from graft.spec_decode.calibration import Calibration, PathCalibration, by_noise
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
-from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup
 from graft.spec_decode.proposers.base import History, named, part_of, salt_of
 from graft.tree.candidates import Candidates, Level, Ranking
 from graft.tree.tree import DRAFTED, DraftTree
 
 _SHOWN = 8  # pruned candidates that the record of a round shows, if there are as many
-_NUMBERS = itertools.count(1 << 40)  # of other engines' texts; those of our own count from 1
-
-
-@dataclass(eq=False)
-class Text:
-    """A text of another engine, as retrievers see it. `ids` grow; the last one is the next round's root."""
-
-    ids: list[int]
-    num_prompt_tokens: int
-    owner: int | None = None
-    group: int | None = None
-    number: int = field(default_factory=lambda: next(_NUMBERS))
 
 
 @dataclass(eq=False)
@@ -177,22 +164,19 @@ class Grafter:
         round: Round,
         passes: Iterator[Sequence[Level]],
         num_beams: int,
-        num_made: int | None = None,
     ) -> None:
         """Add drafted levels to the candidates, while passes pay.
 
-        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_made: passes that
-        another engine has made already: all of them are taken, and no others.
+        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
         first = candidates.width - 1  # retrieved nodes, which levels do not count when they number their parents
         start = time.perf_counter()
-        for number in range(self.budget.max_passes if num_made is None else num_made):
+        for number in range(self.budget.max_passes):
             going = [count == number and cap > 0 for count, cap in zip(round.passes, round.caps, strict=True)]
-            if num_made is None:
-                going = self.goes_on(number, reach, going, round.kinds)
+            going = self.goes_on(number, reach, going, round.kinds)
             if depth >= round.max_depth or not any(going):
                 break
             for level in next(passes)[: round.max_depth - depth]:
@@ -249,16 +233,6 @@ class Grafter:
             self._learn_costs(round, tree, seconds, round_seconds, num_prefill_tokens)
         size, num_passes = (round.size, max(round.passes)) if round is not None else (None, 0)
         self.budget.observe(num_rows, sum(map(len, accepted.tokens)), size, num_passes, num_prefill_tokens)
-
-    def learn_top_k(self, top_k: TargetTopK) -> None:
-        """Learn the target's top-k successors of verified tokens."""
-        for retriever in self.retrievers:
-            retriever.learn(top_k)
-
-    def finish(self, history: History) -> None:
-        """Learn from a finished text."""
-        for retriever in self.retrievers:
-            retriever.finish(history)
 
     def _learn_pass_gains(self, round: Round) -> None:
         """Learn what each pass brought: the value of the round's candidates with fewer passes."""

@@ -6,7 +6,8 @@ true entries up to there and then to the head's own. All steps learn the target'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,19 @@ from graft.settings import require
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
-from graft.train.packing import PackedBatch, PackedBatches, flex_functions, labelled_chunks, target_states
+from graft.train.packing import (
+    PackedBatch,
+    PackedBatches,
+    compile_layers,
+    flex_functions,
+    labelled_chunks,
+    target_states,
+)
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
 _EVAL_BATCHES = 8
+_COVERAGE = 0.994  # a larger share costs more time in every draft pass than its few tokens bring
+_VOCAB_STEP = 1024  # a multiple that GPUs compute fast
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,18 @@ class Eagle3Settings(TrainSettings):
         require(0 <= self.greedy_weight < 1, f"greedy_weight must be from 0 to below 1, not {self.greedy_weight}")
 
 
-def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, ascending, and the share of answer tokens they cover."""
+def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int | None = None) -> tuple[Tensor, float]:
+    """The `size` most frequent tokens of the answers, ascending, and the share of answer tokens they cover.
+
+    Without a size, as many as cover `_COVERAGE` of the answer tokens, rounded up to a multiple of `_VOCAB_STEP`.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for answer in answers:
         counts += answer.tokens[answer.num_prompt_tokens :].long().bincount(minlength=vocab_size)
+    if size is None:
+        covered = counts.sort(descending=True).values.cumsum(0) / counts.sum()
+        needed = int((covered < _COVERAGE).sum()) + 1
+        size = min(vocab_size, -(-needed // _VOCAB_STEP) * _VOCAB_STEP)
     chosen = counts.topk(size).indices.sort().values
     return chosen, float(counts[chosen].sum() / counts.sum())
 
@@ -90,6 +107,8 @@ class Eagle3Objective:
         self._held_back = PackedBatches(held_back, settings, settings.max_tokens)
         self.training_batches = PackedBatches(training, settings, settings.max_tokens)
         self._device = head.fc.weight.device
+        if settings.flex and self._device.type == "cuda":
+            compile_layers(model)
 
     def backward(self, step: int) -> dict[str, Tensor | float]:
         batch = self.training_batches.at(step).to(self._device)
@@ -171,18 +190,28 @@ def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unr
 
     Entry i has the feature of token i and the embedding of token i + 1, and predicts token i + 2.
     """
+    to_qkv, finish = _layer_functions(compiled=flex)
     embeddings = head.embed(batch.tokens.roll(-1, dims=1))
     hidden = head.fuse(features.to(head.fc.weight.dtype))
     keys: list[Tensor] = []
     values: list[Tensor] = []
     outputs: list[Tensor] = []
     for _ in range(unroll):
-        query, key, value = head.qkv(embeddings, hidden, batch.positions)
+        query, key, value = to_qkv(head, embeddings, hidden, batch.positions)
         keys.append(key.to(value.dtype))  # one dtype: under autocast, rotary positions make queries and keys fp32
         values.append(value)
-        outputs.append(head.finish(unrolled_attention(query.to(value.dtype), keys, values, batch.starts, flex), hidden))
+        attention = unrolled_attention(query.to(value.dtype), keys, values, batch.starts, flex)
+        outputs.append(finish(head, attention, hidden))
         hidden = _shifted(outputs[-1], 1, dim=1)  # the head's own output stands in for the next token's feature
     return outputs
+
+
+@functools.cache
+def _layer_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`Eagle3Head.qkv` and `finish`. Compiled, their norms and rotations take a few passes over memory, not dozens."""
+    if not compiled:
+        return Eagle3Head.qkv, Eagle3Head.finish
+    return torch.compile(Eagle3Head.qkv, dynamic=False), torch.compile(Eagle3Head.finish, dynamic=False)
 
 
 def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], starts: Tensor, flex: bool) -> Tensor:

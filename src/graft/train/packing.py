@@ -130,6 +130,13 @@ def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., An
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer of the target, for batches of one shape. All layers share what is compiled."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.compile(dynamic=False)
+
+
 def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, **options: Any) -> Any:
     """Run a model on a batch, without its output layer. Documents do not attend to each other, because positions
     restart at each.

@@ -33,6 +33,7 @@ from graft.train.layer_pruning import RemovalOrder, find_removal_order
 from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
+_NUM_TAPS = 5  # target layers that an EAGLE-3 head reads; they are read once per accepted token, not per draft pass
 WORK = "work"  # subfolder for answers, log and state; can be deleted when the head is done
 
 
@@ -89,14 +90,19 @@ class Eagle3Recipe:
 
     describe = staticmethod(card.eagle3_text)
     settings: Eagle3Settings
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None  # None: enough for almost all tokens of the answers
+    norm_before_residual: bool = True  # accuracy then hardly falls with depth; SGLang reads only heads without it
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
         answers, target = run.answers, run.engine.target
         size, most, model = self.draft_vocab_size, target.vocab_size, target.model
-        require(1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
+        require(size is None or 1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
         vocabulary, coverage = draft_vocabulary(answers, most, size)
-        head = new_eagle3_head(model, vocabulary)
+        changes: dict[str, Any] = {"norm_before_residual": self.norm_before_residual}
+        num_layers = model.config.get_text_config().num_hidden_layers
+        if num_layers >= 2 * _NUM_TAPS:  # smaller targets keep EAGLE-3's three layers
+            changes["target_layers"] = block.default_target_layers(num_layers, _NUM_TAPS)
+        head = new_eagle3_head(model, vocabulary, **changes)
         return Eagle3Objective(head, model, answers, self.settings), {"vocabulary_coverage": coverage}
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None:

@@ -1,24 +1,16 @@
-/* A round's bookkeeping on the host: candidates, successor tables, suffix lookup and the acceptance walk. A round is
-   about a thousand small operations, each far cheaper than a tensor operation.
+/* A round's bookkeeping on the host: candidates, successor tables and suffix lookup. A round is about
+   a thousand small operations, each far cheaper than a tensor operation.
 
    The same proposals give the same tree on every machine. Sums and products have a fixed order, no product is followed
    by a sum that a compiler could fuse with it, and no mathematical library is called: logarithms are comparisons, and
    exponentials are computed in integers.
 
-   Rows are independent. If there are many, threads share them; the results do not depend on the number of threads.
-
    Functions return OK, NO_MEMORY or OUT_OF_RANGE. The caller owns all memory, except that of a `SuffixIndex`, which
    `graft_index_free` frees. */
 
-#define _POSIX_C_SOURCE 200809L
-
-#include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { OK, NO_MEMORY, OUT_OF_RANGE };
 enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
@@ -45,7 +37,6 @@ typedef struct {
     const Draws *draws; /* NULL: nothing is known of coming draws */
 } Pool;
 
-#include "native/threads.c"
 #include "native/candidates.c"
 #include "native/ranking.c"
 #include "native/trees.c"

@@ -1,7 +1,7 @@
 """ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
 
 The C code is compiled into a shared library beside this file when the package is installed. Calls hold the GIL: they
-take microseconds, read Python's memory, which must not move meanwhile, and share one team of threads.
+take microseconds, and read Python's memory, which must not move meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from graft.errors import GraftError
-from graft.machine import num_cores
 
 HERE = Path(__file__).parent
 
@@ -118,13 +117,11 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
     "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "graft_merge": [c_void_p, c_int64, c_void_p],
-    "graft_use_threads": [c_int64],
     "graft_rank": [c_void_p, *[c_int64] * 2, *[c_void_p] * 6],
     "graft_tree": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
     "graft_values_by_need": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
-    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
     "graft_flatten_trees": [*[c_int64] * 2, *[c_void_p] * 3, c_int64, *[c_void_p] * 5],
     "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
@@ -141,9 +138,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
 @cache
 def native() -> Any:
     """The compiled library, loaded once."""
-    library = load_library(HERE, "_native", _ARGUMENTS)
-    library.graft_use_threads(num_cores())
-    return library
+    return load_library(HERE, "_native", _ARGUMENTS)
 
 
 def load_library(folder: Path, name: str, arguments: dict[str, list[Any]]) -> Any:

@@ -161,43 +161,6 @@ int graft_add_rows(
     return OK;
 }
 
-typedef struct {
-    int64_t count;
-    const int64_t *tokens, *parents;
-    const float *probabilities;
-    const AcceptanceProbs *probs;
-    int64_t source, needs, first;
-    const uint8_t *going;
-    int64_t num_beams;
-    double *reached;
-} DraftedLevel;
-
-static void add_level(Part *part) {
-    const DraftedLevel *level = part->arguments;
-    const AcceptanceProbs *probs = level->probs;
-    Pool *pool = &part->pool;
-    for (int64_t r = part->start; r < part->stop; r++) {
-        Row row = row_of(pool, r);
-        float sum = 0.0f;
-        for (int64_t i = 0; i < level->count; i++) {
-            int64_t at = r * level->count + i, node = pool->width + i;
-            int64_t parent = level->parents[at] > 0 ? level->parents[at] + level->first : 0;
-            float prob = level->probabilities[at];
-            int going = level->going[r] && prob > 0.0f;
-            int64_t score_bucket = probs->values == NULL ? 0 : bucket_of(prob);
-            if (probs->values != NULL)
-                part->failed = find_prob(probs, &row, ALONE, level->source, score_bucket, &prob);
-            if (!part->failed)
-                part->failed = add_node(
-                    pool, &row, node, level->tokens[at], parent, going ? prob : 0.0f, level->source,
-                    score_bucket, level->needs);
-            if (part->failed) return;
-            if (i < level->num_beams) sum += row.paths[node];
-        }
-        level->reached[r] = sum < 1.0f ? sum : 1.0f;
-    }
-}
-
 /* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]. Parents are numbers in the drafted tree; add
    `first` for the candidate's number (the root is 0 in both). Without values in `probs`, the drafter's q is the
    acceptance probability; a q of 0 adds padding. reached: written, by row: P(the target accepts one of the first
@@ -206,29 +169,39 @@ int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const AcceptanceProbs *probs, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
     double *reached) {
-    DraftedLevel level = {count, tokens, parents, probabilities, probs, source, needs, first, going, num_beams,
-                          reached};
-    int failed = share_work(pool, add_level, &level, NULL);
-    if (!failed) pool->width += count;
-    return failed;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        float sum = 0.0f;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i, node = pool->width + i, score_bucket = 0;
+            int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
+            float prob = probabilities[at];
+            int is_going = going[r] && prob > 0.0f, failed = OK;
+            if (probs->values != NULL) {
+                score_bucket = bucket_of(prob);
+                failed = find_prob(probs, &row, ALONE, source, score_bucket, &prob);
+            }
+            if (!failed)
+                failed = add_node(
+                    pool, &row, node, tokens[at], parent, is_going ? prob : 0.0f, source, score_bucket, needs);
+            if (failed) return failed;
+            if (i < num_beams) sum += row.paths[node];
+        }
+        reached[r] = sum < 1.0f ? sum : 1.0f;
+    }
+    pool->width += count;
+    return OK;
 }
 
-typedef struct {
-    int64_t drafted;
-    const AcceptanceProbs *probs;
-} Merging;
-
-static void merge(Part *part) {
-    const Pool *pool = &part->pool;
-    const AcceptanceProbs *probs = ((const Merging *)part->arguments)->probs;
-    int64_t width = pool->width, num_slots = 16, drafted = ((const Merging *)part->arguments)->drafted;
+/* Merges equal paths into the likeliest copy; the other copies become padding. With values in `probs`, probabilities
+   are recomputed by agreement between sources. */
+int graft_merge(Pool *pool, int64_t drafted, const AcceptanceProbs *probs) {
+    int64_t width = pool->width, num_slots = 16;
+    int failed = OK;
     int bits = 4;
     for (; num_slots < 2 * width; num_slots *= 2) bits++;
     int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
-    if (memory == NULL) {
-        part->failed = NO_MEMORY;
-        return;
-    }
+    if (memory == NULL) return NO_MEMORY;
     int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
     int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
     int64_t *first_source = kept + width;    /* of a kept node: the lowest source of its copies */
@@ -237,7 +210,7 @@ static void merge(Part *part) {
     int64_t *has_drafted_child = needs + width;          /* whether the drafter proposed a child */
     int64_t *order = has_drafted_child + width;          /* nodes sorted by depth */
     int64_t *starts = order + width;         /* where each depth starts in `order` */
-    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
         Row row = row_of(pool, r);
         const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
         int64_t *parents = row.fields[PARENT], *agreement = row.fields[AGREEMENT];
@@ -275,7 +248,7 @@ static void merge(Part *part) {
         for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
         for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
         for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
-        for (int64_t o = 0; o < width && !part->failed; o++) {
+        for (int64_t o = 0; o < width && !failed; o++) {
             int64_t i = order[o];
             float prob;
             if (kept[i] == i && first_source[i] != last_source[i])
@@ -283,18 +256,12 @@ static void merge(Part *part) {
             else if (has_drafted_child[parents[i]] && sources[i] != drafted)
                 agreement[i] = OPPOSED;
             if (i == 0 || !(paths[i] > 0)) continue;
-            part->failed = find_prob(probs, &row, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &prob);
-            if (!part->failed) paths[i] = path_of(paths[parents[i]], prob);
+            failed = find_prob(probs, &row, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &prob);
+            if (!failed) paths[i] = path_of(paths[parents[i]], prob);
         }
     }
     free(memory);
-}
-
-/* Merges equal paths into the likeliest copy; the other copies become padding. With values in `probs`, probabilities
-   are recomputed by agreement between sources. */
-int graft_merge(Pool *pool, int64_t drafted, const AcceptanceProbs *probs) {
-    Merging merging = {drafted, probs};
-    return share_work(pool, merge, &merging, NULL);
+    return failed;
 }
 
 /* Whether any candidate so far was drafted. */
@@ -349,9 +316,9 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's path was emitted with another token
-   after it. fitted: those of them that are this token. emitted: the rows' new tokens, one row after the other. Counts
-   above `memory` are scaled down to it, so that old observations fade. */
+/* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's
+   path was emitted with another token after it. fitted: those of them that are this token. emitted: the rows' new
+   tokens, one row after the other. Counts above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_groups, int64_t num_sources, int64_t num_buckets, float memory) {

@@ -9,18 +9,13 @@ typedef struct {
     int64_t *counts;     /* [num_rows] how many nodes each row has there */
 } Ranking;
 
-static void rank_rows(Part *part) {
-    const Ranking *ranking = part->arguments;
-    const Pool *pool = &part->pool;
+static int rank_rows(const Pool *pool, const Ranking *ranking) {
     float *had = NULL;
     if (ranking->most_needs >= 0) {
         had = malloc((size_t)pool->width * sizeof(float));
-        if (had == NULL) {
-            part->failed = NO_MEMORY;
-            return;
-        }
+        if (had == NULL) return NO_MEMORY;
     }
-    for (int64_t r = part->start; r < part->stop; r++) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
         const float *paths = row.paths;
         int64_t *nodes = ranking->nodes + r * ranking->stride, num_nodes = 0;
@@ -33,6 +28,7 @@ static void rank_rows(Part *part) {
         ranking->counts[r] = num_nodes;
     }
     free(had);
+    return OK;
 }
 
 /* A heap of rows, ordered by the path probability of each row's next node; among equals, the first row wins. */
@@ -107,7 +103,7 @@ int graft_rank(
     int64_t *memory = malloc((size_t)(3 * pool->num_rows) * sizeof(int64_t));
     if (memory == NULL) return NO_MEMORY;
     Ranking ranking = {total, stride, -1, caps, nodes, memory + 2 * pool->num_rows};
-    int failed = share_work(pool, rank_rows, &ranking, NULL);
+    int failed = rank_rows(pool, &ranking);
     if (!failed) *num_ranked = rank_all(pool, &ranking, truths, rows, gains, memory);
     free(memory);
     return failed;
@@ -170,7 +166,7 @@ int graft_values_by_need(
     int failed = memory == NULL || gains == NULL ? NO_MEMORY : OK;
     for (int64_t passes = 0; passes <= max_passes && !failed; passes++) {
         Ranking ranking = {total, stride, passes, caps, memory + 3 * pool->num_rows, memory + 2 * pool->num_rows};
-        failed = share_work(pool, rank_rows, &ranking, NULL);
+        failed = rank_rows(pool, &ranking);
         int64_t count = failed ? 0 : rank_all(pool, &ranking, truths, NULL, gains, memory);
         values[passes] = 0.0;
         for (int64_t i = 0; i < num_counts && count; i++) {

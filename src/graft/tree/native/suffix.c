@@ -306,66 +306,6 @@ static int attach_copies(
     return failed;
 }
 
-typedef struct {
-    const SuffixIndex *const *own, *const *past, *const *beside;
-    const int64_t *beside_ends, *num_prompt;
-    int64_t first;
-    const AcceptanceProbs *probs;
-    int64_t num_places, max_depth, length, num_nodes;
-    const Scale *scale;
-    int drafted;
-    int64_t *counts; /* [num_rows] nodes that each row gets */
-} Copying;
-
-static void copy_rows(Part *part) {
-    const Copying *given = part->arguments;
-    Pool *pool = &part->pool;
-    int64_t room = 2 * given->num_nodes, end = given->scale->max_match, max_depth = given->max_depth;
-    int64_t *memory = malloc((size_t)(given->num_places + 1 + 4 * room) * sizeof(int64_t));
-    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, then a node's path */
-    int64_t *places = memory;
-    Subtree subtree = {0};
-    if (memory == NULL || text == NULL)
-        part->failed = NO_MEMORY;
-    else {
-        int64_t *columns = places + given->num_places + 1;
-        subtree = (Subtree){columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
-    }
-    Occurrences found[2], more;
-    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
-        Row row = row_of(pool, r);
-        const SuffixIndex *own = given->own[r];
-        int64_t count = places_of(pool, &row, given->drafted, given->num_places, max_depth, places), num_added = 0;
-        int64_t known = least(end, own->num_tokens);
-        if (known) memcpy(text, own->tokens + own->num_tokens - known, (size_t)known * sizeof(int32_t));
-        for (int64_t i = 0; i < count && !part->failed; i++) {
-            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
-            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
-                text[--d] = (int32_t)row.fields[TOKEN][at];
-            if (size < 2) continue;
-            find_occurrences(own, text[size - 2], text[size - 1], 0, found);
-            find_occurrences(given->past[r], text[size - 2], text[size - 1], 0, found + 1);
-            int64_t longest = longest_match(found + 1, text, size, end);
-            for (int64_t b = r ? given->beside_ends[r - 1] : 0; b < given->beside_ends[r]; b++) {
-                find_occurrences(given->beside[b], text[size - 2], text[size - 1], given->num_prompt[r], &more);
-                int64_t match = longest_match(&more, text, size, end);
-                if (match <= longest) continue;
-                longest = match;
-                found[1] = more;
-            }
-            part->failed = attach_copies(
-                pool, &row, places[i], pool->width + num_added, found, text, size,
-                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->probs,
-                &subtree);
-            num_added += subtree.count;
-        }
-        given->counts[r] = num_added;
-        if (num_added > part->most) part->most = num_added;
-    }
-    free(memory);
-    free(text);
-}
-
 /* Attaches continuations to up to num_places nodes of every row. They come from the row's own text, own[row], whose
    last token is the root, and from finished texts, past[row], or from another answer to the same prompt if its match
    is longer. beside: the indices of those answers, row after row; a row's end at beside_ends[row]. Only what follows
@@ -376,11 +316,48 @@ int graft_attach_copies(
     const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const AcceptanceProbs *probs,
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t *counts = malloc((size_t)pool->num_rows * sizeof(int64_t));
-    if (counts == NULL) return NO_MEMORY;
-    Copying given = {own, past, beside, beside_ends, num_prompt, first, probs, num_places, max_depth, length,
-                     num_nodes, scale, is_drafted(pool), counts};
+    int drafted = is_drafted(pool);
     *width = 0;
-    int failed = share_work(pool, copy_rows, &given, width);
+    int64_t room = 2 * num_nodes, end = scale->max_match;
+    int64_t *memory = malloc((size_t)(num_places + 1 + 4 * room) * sizeof(int64_t));
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, then a node's path */
+    int64_t *places = memory;
+    Subtree subtree = {0};
+    int failed = counts == NULL || memory == NULL || text == NULL ? NO_MEMORY : OK;
+    if (!failed) {
+        int64_t *columns = places + num_places + 1;
+        subtree = (Subtree){columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    }
+    Occurrences found[2], more;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        const SuffixIndex *text_index = own[r];
+        int64_t count = places_of(pool, &row, drafted, num_places, max_depth, places), num_added = 0;
+        int64_t known = least(end, text_index->num_tokens);
+        if (known) memcpy(text, text_index->tokens + text_index->num_tokens - known, (size_t)known * sizeof(int32_t));
+        for (int64_t i = 0; i < count && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
+            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
+                text[--d] = (int32_t)row.fields[TOKEN][at];
+            if (size < 2) continue;
+            find_occurrences(text_index, text[size - 2], text[size - 1], 0, found);
+            find_occurrences(past[r], text[size - 2], text[size - 1], 0, found + 1);
+            int64_t longest = longest_match(found + 1, text, size, end);
+            for (int64_t b = r ? beside_ends[r - 1] : 0; b < beside_ends[r]; b++) {
+                find_occurrences(beside[b], text[size - 2], text[size - 1], num_prompt[r], &more);
+                int64_t match = longest_match(&more, text, size, end);
+                if (match <= longest) continue;
+                longest = match;
+                found[1] = more;
+            }
+            failed = attach_copies(
+                pool, &row, places[i], pool->width + num_added, found, text, size, least(length, max_depth - depth),
+                num_nodes, scale, first, probs, &subtree);
+            num_added += subtree.count;
+        }
+        counts[r] = num_added;
+        if (num_added > *width) *width = num_added;
+    }
     int has_room = !failed && pool->width + *width <= pool->capacity;
     for (int64_t r = 0; r < pool->num_rows && has_room && !failed; r++) {
         Row row = row_of(pool, r);
@@ -389,5 +366,7 @@ int graft_attach_copies(
     }
     if (has_room && !failed) pool->width += *width;
     free(counts);
+    free(memory);
+    free(text);
     return failed;
 }

@@ -144,13 +144,6 @@ static const int32_t *longest_known(
     return NULL;
 }
 
-typedef struct {
-    const Table *tables;
-    int64_t num_tables;
-    const AcceptanceProbs *probs;
-    int64_t first, num_waves, beam, max_depth;
-} Following;
-
 /* The score buckets of a node's successors. In a sampled row they are those of the probability that each is drawn, by
    its own probability and its noise; otherwise those of its probability alone. */
 static void successor_buckets(
@@ -171,58 +164,47 @@ static void successor_buckets(
         if (entries[s] >= 0) score_buckets[s] = bucket_of(weights[s] / total);
 }
 
-static void follow(Part *part) {
-    const Following *given = part->arguments;
-    Pool *pool = &part->pool;
-    int64_t width, num_successors = given->tables[0].num_successors, score_buckets[MAX_SUCCESSORS];
-    int64_t *best = malloc((size_t)(given->beam + 1) * sizeof(int64_t));
-    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* path probabilities of nodes not yet looked up */
-    if (best == NULL || open == NULL) part->failed = NO_MEMORY;
-    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
-        Row row = row_of(pool, r);
-        int64_t num_open = 0;
-        width = pool->width;
-        for (int64_t wave = 0; wave < given->num_waves && !part->failed; wave++) {
-            for (; num_open < width; num_open++)
-                open[num_open] = row.fields[DEPTH][num_open] < given->max_depth ? row.paths[num_open] : 0.0f;
-            int64_t count = least(given->beam, width);
-            highest(open, width, count, best);
-            for (int64_t b = 0; b < count && !part->failed; b++) {
-                int64_t number;
-                const int32_t *entries =
-                    longest_known(given->tables, given->num_tables, &row, best[b], pool->salts[r], &number);
-                if (!(open[best[b]] > 0)) entries = NULL; /* fewer nodes than the beam were open */
-                if (entries != NULL) successor_buckets(&row, best[b], num_successors, entries, score_buckets);
-                for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
-                    int32_t entry = entries != NULL ? entries[s] : -1;
-                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
-                    float prob = 0.0f;
-                    if (entry >= 0) {
-                        token = entry / NUM_BUCKETS;
-                        score_bucket = score_buckets[s];
-                        part->failed = find_prob(given->probs, &row, ALONE, source, score_bucket, &prob);
-                    }
-                    if (!part->failed)
-                        part->failed =
-                            add_node(pool, &row, width, token, best[b], prob, source, score_bucket, INHERITED);
-                }
-                open[best[b]] = 0.0f;
-            }
-        }
-        part->most = width - pool->width; /* the same in all rows */
-    }
-    free(best);
-    free(open);
-}
-
 /* Adds, wave by wave, the successors of the `beam` likeliest nodes not yet looked up, by the longest known n-gram. */
 int graft_follow(
     Pool *pool, const Table *tables, int64_t num_tables, const AcceptanceProbs *probs, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
-    Following given = {tables, num_tables, probs, first, num_waves, beam, max_depth};
-    if (tables[0].num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
-    int64_t num_added = 0;
-    int failed = share_work(pool, follow, &given, &num_added);
-    if (!failed) pool->width += num_added;
+    int64_t num_successors = tables[0].num_successors, width = pool->width, score_buckets[MAX_SUCCESSORS];
+    if (num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
+    int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* path probabilities of nodes not yet looked up */
+    int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_open = 0;
+        width = pool->width;
+        for (int64_t wave = 0; wave < num_waves && !failed; wave++) {
+            for (; num_open < width; num_open++)
+                open[num_open] = row.fields[DEPTH][num_open] < max_depth ? row.paths[num_open] : 0.0f;
+            int64_t count = least(beam, width);
+            highest(open, width, count, best);
+            for (int64_t b = 0; b < count && !failed; b++) {
+                int64_t number;
+                const int32_t *entries = longest_known(tables, num_tables, &row, best[b], pool->salts[r], &number);
+                if (!(open[best[b]] > 0)) entries = NULL; /* fewer nodes than the beam were open */
+                if (entries != NULL) successor_buckets(&row, best[b], num_successors, entries, score_buckets);
+                for (int64_t s = 0; s < num_successors && !failed; s++, width++) {
+                    int32_t entry = entries != NULL ? entries[s] : -1;
+                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + first;
+                    float prob = 0.0f;
+                    if (entry >= 0) {
+                        token = entry / NUM_BUCKETS;
+                        score_bucket = score_buckets[s];
+                        failed = find_prob(probs, &row, ALONE, source, score_bucket, &prob);
+                    }
+                    if (!failed)
+                        failed = add_node(pool, &row, width, token, best[b], prob, source, score_bucket, INHERITED);
+                }
+                open[best[b]] = 0.0f;
+            }
+        }
+    }
+    free(best);
+    free(open);
+    if (!failed) pool->width = width; /* the same in all rows */
     return failed;
 }

@@ -1,25 +1,4 @@
-/* Trees: the acceptance walk, flat steps, best-first trees, and forms for other engines. */
-
-/* Walks down trees [num_rows][width] along the tokens chosen after each node, until a chosen token is not a child.
-   nodes, new_tokens: written, [num_rows][width]: the accepted nodes and the new tokens. A row has counts[row] tokens,
-   and one node less. Of equal children the first is taken. */
-int graft_walk(
-    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
-    const int64_t *chosen, int64_t *nodes, int64_t *new_tokens, int64_t *counts) {
-    for (int64_t r = 0; r < num_rows; r++) {
-        int64_t first = r * width, count = 0, node = 0;
-        new_tokens[first] = chosen[first];
-        for (int64_t i = 1; i < width; i++) { /* a child comes after its parent */
-            int64_t at = first + i;
-            if (parents[at] != node || tokens[at] != new_tokens[first + count] || sources[at] <= ROOT) continue;
-            node = i;
-            nodes[first + count++] = node;
-            new_tokens[first + count] = chosen[at];
-        }
-        counts[r] = count + 1;
-    }
-    return OK;
-}
+/* Trees: flat steps, best-first trees, and counts of nodes. */
 
 /* Lays out trees [num_rows][width] one after the other, as a flat step has them, without each row's trailing padding.
    columns: written, [6][room]: tokens, parents (places in the row's own tree), places, depths, rows, numbers in strips.
