@@ -77,6 +77,7 @@ class Turn:
     """All prompts asked once."""
 
     seconds: float
+    num_captured: int  # CUDA graphs; more than none make the turn slower
     answers: list[Asked] = field(default_factory=list)
 
     @property
@@ -179,7 +180,7 @@ def all_methods(engine: Engine, settings: SchedulerSettings, fixed: dict[str, Po
 def take_turn(method: Method, asked: list[Question], concurrency: int, options: argparse.Namespace) -> Turn:
     """Asks everything once, `concurrency` requests at a time."""
     done: queue.Queue[Asked] = queue.Queue()
-    start = time.perf_counter()
+    start, num_setups = time.perf_counter(), method.engine.num_setups
     answers: list[Asked] = []
     for number, question in enumerate(asked):
         if number >= concurrency:
@@ -187,7 +188,7 @@ def take_turn(method: Method, asked: list[Question], concurrency: int, options: 
         answers.append(ask(method, question, options, done))
     for _ in range(min(concurrency, len(asked))):
         done.get()
-    return Turn(time.perf_counter() - start, answers)
+    return Turn(time.perf_counter() - start, method.engine.num_setups - num_setups, answers)
 
 
 def ask(method: Method, question: Question, options: argparse.Namespace, done: queue.Queue[Asked]) -> Asked:
@@ -225,6 +226,7 @@ def compare(concurrency: int, turns: dict[str, list[Turn]]) -> dict[str, Any]:
         "ratios": ratios,
         "different_texts": sum(any(text != same[0] for text in same) for same in zip(*texts, strict=True)),
         "rates": rates,
+        "captured": {method: [turn.num_captured for turn in own] for method, own in turns.items()},
         **{method: turn.figures() | {"tokens_per_second": median(rates[method])} for method, turn in middle.items()},
     }
 
@@ -244,7 +246,8 @@ def line_of(result: dict[str, Any]) -> str:
             f"  {method:10} {result['ratios'][method]:6.3f} {own['tokens_per_second']:8.1f} tokens/s "
             f"({', '.join(f'{rate:.1f}' for rate in rates)})  first {first} ms  per token {token} ms  "
             f"accepted {own['mean_accepted']:.2f} a round, {own['nodes_per_round']:.1f} nodes, "
-            f"{own['passes_per_round']:.2f} draft passes, {own['plain_rounds']:.0%} plain"
+            f"{own['passes_per_round']:.2f} draft passes, {own['plain_rounds']:.0%} plain, "
+            f"{sum(result['captured'][method])} graphs captured"
         )
     return "\n".join(lines)
 

@@ -9,7 +9,13 @@ same prompts. For methods that learn nothing, `--turns N` asks the first `--limi
 as `batched_serving.py` does, and the medians count. `--method graft` needs GRAFT_SGLANG=1, as the plugin always does.
 
 One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
-`--out`.
+`--out`. `--sampled` asks all prompts again at temperature 1 with top-p 0.95, with an empty cache and nothing learned.
+`--gate FILE` lets engines start together and be measured one after the other: it writes FILE.ready once the engine has
+started, and waits for FILE.go.
+
+`--faults N` asks 1,000 requests, of which some are aborted and some retracted, for lack of memory (`--kv-tokens`), and
+lets one of every N calls of the plugin's trees fail; 0 is the same without faults. Compare the two texts.
+`--pause LENGTH` says how long 16 running requests stand still when a prompt of so many tokens arrives.
 
 `--chi-square` tests whether tokens that SGLang samples with Graft's plugin are distributed as the target says. It takes
 a prompt whose first answer token is almost certain and whose second is not, and draws two tokens 8,000 times. The
@@ -25,8 +31,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
-from itertools import takewhile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +43,9 @@ CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128)  # batch 
 NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once for trees of full size
 NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
+FAULTS = "ENGINE_CLOSED_LOOP_FAULTS"  # tells SGLang's processes, which import this file, that calls are to fail
+NUM_DISTURBED = 1000
+NUM_STREAMS, MOST_PAUSED = 16, 24  # running requests, and the next size with graphs
 
 
 def parse() -> argparse.Namespace:
@@ -64,6 +73,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
     parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
     parser.add_argument("--prefix-cache", action="store_true")
+    parser.add_argument("--sampled", action="store_true", help="SGLang: again at temperature 1 with top-p 0.95")
+    parser.add_argument("--alone", type=int, help="prompts for one request at a time; three quarters of --limit")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of the longest text")
+    parser.add_argument("--kv-tokens", type=int, default=60_000, help="SGLang: tokens in its KV cache")
+    parser.add_argument("--gate", type=Path, help="SGLang: a file name, see above")
+    parser.add_argument("--log-level", default="error", help="SGLang's")
+    parser.add_argument("--faults", type=int, help="SGLang: one of so many calls fails; 0: none")
+    parser.add_argument("--pause", type=int, metavar="LENGTH", help="SGLang: the longest pause at such a prompt")
     parser.add_argument("--chi-square", action="store_true", help="SGLang: test the distribution of sampled tokens")
     parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs wrote with --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
@@ -89,10 +106,10 @@ class SGLang:
         flags: dict[str, Any] = dict(
             model_path=options.model,
             dtype=options.dtype,
-            context_length=CONTEXT,
+            context_length=options.context,
             max_running_requests=max_requests,
             mem_fraction_static=0.85,
-            max_total_tokens=60_000,
+            max_total_tokens=options.kv_tokens,
             attention_backend=options.attention,
             sampling_backend="pytorch",
             grammar_backend="none",
@@ -103,7 +120,7 @@ class SGLang:
             cuda_graph_max_bs_decode=max_requests,
             cuda_graph_max_bs_prefill=512,
             enable_deterministic_inference=options.deterministic,
-            log_level="error",
+            log_level=options.log_level,
             random_seed=0,
         )
         self.name = options.method
@@ -120,6 +137,8 @@ class SGLang:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
+            if self._options.gate is not None:
+                pass_gate(self._options.gate)
             self._engine.loop.run_until_complete(work)
         finally:
             self._engine.shutdown()
@@ -128,7 +147,9 @@ class SGLang:
         answer = await self.generate(prompt, number)
         return list(answer["output_ids"]), answer["meta_info"].get("spec_verify_ct", 0)
 
-    async def generate(self, prompt: list[int], number: int, top_k: int = 0, **more: Any) -> Any:
+    async def generate(
+        self, prompt: list[int], number: int, top_k: int = 0, rid: str | None = None, **more: Any
+    ) -> Any:
         """SGLang's answer. top_k: how many log-probabilities it returns at every position."""
         options = self._options
         settings = dict(
@@ -139,8 +160,24 @@ class SGLang:
         )
         if options.seed is not None:
             settings["sampling_seed"] = options.seed + number
-        extra: dict[str, Any] = dict(return_logprob=True, top_logprobs_num=top_k) if top_k else {}
+        extra: dict[str, Any] = dict(rid=rid)
+        if top_k:
+            extra |= dict(return_logprob=True, top_logprobs_num=top_k)
         return await self._engine.async_generate(input_ids=prompt, sampling_params=settings | more, **extra)
+
+    async def stream(self, prompt: list[int], count: int) -> AsyncIterator[Any]:
+        """SGLang's answer, part by part."""
+        settings = dict(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+        async for part in await self._engine.async_generate(input_ids=prompt, sampling_params=settings, stream=True):
+            yield part
+
+    def abort(self, rid: str) -> None:
+        self._engine.tokenizer_manager.abort_request(rid=rid)
+
+    async def forget(self) -> None:
+        """Empty the prefix cache, and forget what was learned."""
+        while not (await self._engine.tokenizer_manager.flush_cache()).success:  # a batch is still under way
+            await asyncio.sleep(0.1)
 
     def counters(self) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
@@ -156,7 +193,7 @@ class VLLM:
         self._flags: dict[str, Any] = dict(
             model=options.model,
             dtype=options.dtype,
-            max_model_len=CONTEXT,
+            max_model_len=options.context,
             max_num_seqs=max_requests,
             gpu_memory_utilization=0.25,
             kv_cache_memory_bytes=8 * 2**30,
@@ -237,7 +274,7 @@ def differences(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:
-    print(f"engine started in {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"engine started in {time.perf_counter() - begun:.1f} s, with the wait at the gate", flush=True)
     prompts = json.loads(Path(options.ids).read_text())
     lessons = json.loads(Path(options.warmup).read_text()) if options.warmup else []
     all_sizes = numbers(options.concurrency)
@@ -259,10 +296,15 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         answers = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(asked)))
         return time.perf_counter() - started, list(answers)
 
-    await turn(lessons, min(max(sizes), 8))
-    for size in sizes:
+    async def measure_sizes() -> None:
+        await turn(lessons, min(max(sizes), 8))
+        for size in sizes:
+            await measure_size(size)
+
+    async def measure_size(size: int) -> None:
         first = all_sizes.index(size) * options.limit
-        asked = prompts[first : first + (options.limit if size > 1 else 3 * options.limit // 4)]
+        alone = 3 * options.limit // 4 if options.alone is None else options.alone
+        asked = prompts[first : first + (options.limit if size > 1 else alone)]
         if options.turns is not None:
             asked = prompts[: options.limit]
         await turn(lessons[:size], size)
@@ -281,15 +323,128 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         drafts = f", {drafted / chains:.2f} drafts each" if chains else ""
         rate = median(rates)
         runs = f" ({', '.join(f'{each:.1f}' for each in rates)})" if len(rates) > 1 else ""
-        line = f"{options.engine} {engine.name}, {size} at once: {rate:.1f} tokens/s{runs}, "
-        print(line + f"{per_step:.2f} tokens a step{drafts}", flush=True)
-        results.append({"concurrency": size, "rate": rate, "rates": rates, "accepted": per_step, "answers": texts})
+        line = f"{options.engine} {engine.name}, temperature {options.temperature:g}, {size} at once: "
+        print(line + f"{rate:.1f} tokens/s{runs}, {per_step:.2f} tokens a step{drafts}", flush=True)
+        setting = {"concurrency": size, "temperature": options.temperature}
+        results.append(setting | {"rate": rate, "rates": rates, "accepted": per_step, "answers": texts})
         for path in map(Path, options.compare):
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
-                if other["concurrency"] == size:
+                if setting.items() <= other.items():
                     print(f"  against {path.stem}: {differences(texts, other['answers'])}", flush=True)
         if options.out:
-            Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
+            Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}, default=str))
+
+    await measure_sizes()
+    if options.sampled:
+        assert isinstance(engine, SGLang)
+        await engine.forget()
+        options.temperature, options.top_p = 1.0, 0.95
+        await measure_sizes()
+
+
+def pass_gate(path: Path) -> None:
+    """Say that the engine has started, and wait until it may be measured."""
+    Path(f"{path}.ready").touch()
+    while not Path(f"{path}.go").exists():
+        time.sleep(0.05)
+
+
+async def disturb(options: argparse.Namespace, engine: SGLang) -> None:
+    """1,000 requests that join, are aborted, are retracted and finish."""
+    import torch
+
+    prompts, room, last = json.loads(Path(options.ids).read_text()), asyncio.Semaphore(options.limit), {}
+
+    async def ask(number: int) -> list[int]:
+        async with room:
+            rid, is_aborted = f"request {number}.", number % 10 == 3
+            length = 8 + 7 * number % 41
+            # A prompt that is asked again has another end, so that none is the same.
+            prompt = [*prompts[number % len(prompts)], number // len(prompts) + 5]
+            asked = asyncio.create_task(
+                engine.generate(prompt, number, rid=rid, max_new_tokens=4 * length if is_aborted else length)
+            )
+            if is_aborted:
+                await asyncio.sleep(0.01 * (number % 7))
+                engine.abort(rid)
+            answer = last[number] = await asked
+            return list(answer.get("output_ids", ()))[:length]  # one that never ran has none
+
+    await asyncio.gather(*(ask(number) for number in range(options.limit)))
+    await engine.forget()
+    free, _ = torch.cuda.mem_get_info()
+    begun = time.perf_counter()
+    texts = await asyncio.gather(*(ask(number) for number in range(NUM_DISTURBED)))
+    seconds = time.perf_counter() - begun
+    await engine.forget()
+    lost = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    retracted = sum(answer["meta_info"].get("num_retractions", 0) for answer in last.values())
+    reasons = Counter((answer["meta_info"]["finish_reason"] or {}).get("type") for answer in last.values())
+    told = f"faults 1 in {options.faults}" if options.faults else "no faults"
+    ends = f"{dict(reasons)}, {retracted} retractions, {lost:.0f} MB of GPU memory lost"
+    print(f"{told}: {len(texts)} requests in {seconds:.0f} s, {ends}", flush=True)
+    for path in map(Path, options.compare):
+        pairs = list(zip(texts, json.loads(path.read_text())["texts"], strict=True))
+        # An aborted text is compared as far as both have it.
+        cut = [(ours[: len(other)], other[: len(ours)]) for ours, other in pairs]
+        ended = [number for number in range(NUM_DISTURBED) if number % 10 != 3]
+        lengths = sum(len(pairs[number][0]) != len(pairs[number][1]) for number in ended)
+        found = differences(*map(list, zip(*cut, strict=True)))
+        print(f"  against {path.stem}: {found}; {lengths} that were not aborted have another length", flush=True)
+    if options.out:
+        Path(options.out).write_text(json.dumps({"texts": texts}))
+
+
+def let_calls_fail(every: int) -> None:
+    """Let one of every so many calls of the plugin's trees fail, from the first request on."""
+    from graft.integrations.sglang.trees import Trees
+
+    calls = 0
+
+    def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: Any, *args: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += bool(calls) or name == "see"
+            if calls and calls % every == 0:
+                raise RuntimeError(f"planted in {name}")
+            return function(self, *args, **more)
+
+        return called
+
+    for name in ("see", "load", "propose", "arrays", "likeliest", "draw", "finish", "find_head", "lose_head"):
+        setattr(Trees, name, failing(name, getattr(Trees, name)))
+
+
+async def measure_pause(options: argparse.Namespace, engine: SGLang) -> None:
+    """The longest time between two parts of a text, over running requests, with and without a long prompt."""
+    prompts = json.loads(Path(options.ids).read_text())
+    long_prompt = [token for prompt in prompts for token in prompt]
+    long_prompt = (long_prompt * (options.pause // len(long_prompt) + 1))[: options.pause]
+
+    async def gaps_of(prompt: list[int], count: int) -> list[tuple[float, float]]:
+        """When each part came, and how long after the one before."""
+        times = [time.perf_counter() async for _ in engine.stream(prompt, count)]
+        return [(now, now - before) for before, now in pairwise(times)]
+
+    async def joins(after: float) -> tuple[float, float]:
+        await asyncio.sleep(after)
+        begun = time.perf_counter()
+        async for _ in engine.stream(long_prompt, 8):
+            pass
+        return begun, time.perf_counter()
+
+    await asyncio.gather(*(gaps_of(prompt, 32) for prompt in prompts[:NUM_STREAMS]), joins(0.1))  # compiles kernels
+    await engine.forget()
+    running = (gaps_of(prompt, 700) for prompt in prompts[:NUM_STREAMS])
+    *found, (begun, ended) = await asyncio.gather(*running, joins(1.0))
+    gaps = [(begun <= at <= ended + 0.1, 1e3 * gap) for all_of in found for at, gap in all_of]
+    while_there = max((gap for is_there, gap in gaps if is_there), default=0.0)
+    without = max((gap for is_there, gap in gaps if not is_there), default=0.0)
+    print(
+        f"{engine.name}: the longest pause of {NUM_STREAMS} requests is {while_there:.0f} ms while a prompt of "
+        f"{options.pause} tokens is read in {ended - begun:.2f} s, else {without:.0f} ms",
+        flush=True,
+    )
 
 
 async def draw_and_compare(options: argparse.Namespace, engine: SGLang) -> None:
@@ -356,11 +511,24 @@ def main() -> None:
         engine = SGLang(options, DRAWN_AT_ONCE)
         engine.run(draw_and_compare(options, engine))
         return
+    if options.pause is not None:
+        engine = SGLang(options, MOST_PAUSED)
+        engine.run(measure_pause(options, engine))
+        return
+    if options.faults is not None:
+        if options.faults:
+            os.environ[FAULTS] = str(options.faults)
+        engine = SGLang(options, options.limit)
+        engine.run(disturb(options, engine))
+        return
     sizes = numbers(options.only or options.concurrency)
     begun = time.perf_counter()
     engine = (SGLang if options.engine == "sglang" else VLLM)(options, max(sizes))
     engine.run(measure(options, engine, sizes, begun))
 
+
+if __name__ == "__mp_main__" and FAULTS in os.environ:  # in a process of SGLang's
+    let_calls_fail(int(os.environ[FAULTS]))
 
 if __name__ == "__main__":
     main()

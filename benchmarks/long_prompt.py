@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072], help="tokens of the long prompts")
     parser.add_argument("--concurrency", type=int, default=16, help="answers that are decoded when the prompt arrives")
     parser.add_argument("--before", type=int, default=64, help="tokens of each answer, twice, before the prompt")
+    parser.add_argument("--turns", type=int, default=3, help="at most; a turn that captures no graph is the last")
+    parser.add_argument("--only-graft", action="store_true", help="leave out plain decoding")
     options = parser.parse_args()
     engine = make_engine(options, max_positions=max(options.lengths) + 64)
     asked = mixed_questions(options.data, engine, options.max_new_tokens, options.limit)
@@ -65,11 +67,15 @@ def main() -> None:
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=rows, max_cache_tokens=room, prefix_cache_tokens=0))
     scheduler.is_ready.wait()
     for length in options.lengths:
-        for speculates in (False, True):
-            for is_counted in (False, True):  # the first time captures graphs
+        for speculates in (True,) if options.only_graft else (False, True):
+            for _ in range(options.turns):
+                num_setups = engine.num_setups
                 line = measure(engine, scheduler, prompts, length, speculates, options)
-                if is_counted:
-                    print(f"{length} tokens, {'graft' if speculates else 'plain'}: {line}", flush=True)
+                num_captured = engine.num_setups - num_setups
+                name = "graft" if speculates else "plain"
+                print(f"{length} tokens, {name}: {line}; {num_captured} graphs captured", flush=True)
+                if not num_captured:
+                    break
     scheduler.close()
 
 

@@ -519,9 +519,10 @@ _FAULTS = r"""
 # budget: time that a plan takes counts in its favour
 -return self.num_rows + self.gain - rate * self.seconds
 +return self.num_rows + self.gain + rate * self.seconds
-! test_budget.py::test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams
-# budget: further passes reach as far as the first
--            reach *= fading
+! test_budget.py::test_a_pass_must_bring_its_cost_with_the_probability_that_its_beams_are_reached
+# budget: a draft pass costs nothing
+-return cost / gain if gain > 0 else math.inf
++return 0.0 if gain > 0 else math.inf
 ! test_budget.py::test_nodes_and_all_other_tokens_fit_the_largest_step
 # budget: nodes fill the room that other tokens of the step need
 -return max(self.step.sizes[-1] - num_rows - num_prefill_tokens, 0)

@@ -155,6 +155,8 @@ def fast_topk(values, topk, dim):
 
 # EAGLE workers
 
+captured_batch = None  # what is drafted for when graphs are captured
+
 
 class EagleDraftWorker:
     def __init__(self, server_args, target_worker):
@@ -171,6 +173,10 @@ class EagleDraftWorker:
     def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
         self.req_to_token_pool, self.token_to_kv_pool_allocator = req_to_token_pool, token_to_kv_pool_allocator
         self.hot_token_id = None
+
+    def _capture_cuda_graphs(self):
+        if captured_batch is not None:
+            self.draft_forward(captured_batch)
 
     def draft(self, batch):
         parents, best, tokens, _ = self.draft_forward(batch)
@@ -282,6 +288,7 @@ class EAGLEWorkerV2:
 
     def init_cuda_graphs(self):
         self.built = []
+        self.draft_worker._capture_cuda_graphs()
 
     def build_adaptive_runtime_state(self, speculative_num_steps, speculative_num_draft_tokens, cuda_graph_bs=None):
         captured = self.server_args.cuda_graph_config.decode.bs

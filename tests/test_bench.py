@@ -127,6 +127,19 @@ def test_captures_for_longer_texts_happen_before_the_clock_runs(captures: bool):
     assert known == [0, 1, 2, 3], "nothing was learned from what did not count"
 
 
+def test_captures_while_answers_are_timed_are_noted():
+    class Capturing(Learner):
+        num_setups = 1
+
+        def answer(self, prompts, settings):
+            self.num_setups += prompts[0][0] == 2
+            return super().answer(prompts, settings)
+
+    results = summary_of(Capturing("slow"), Learner("off"), tasks={"task": 3})
+    assert [run.setups for run in results.averages] == [1, 0]
+    assert notes_on(results)[0] == "CUDA graphs were captured while answers were timed: slow (cold) 1."
+
+
 def test_rows_are_answered_together_and_share_the_time_of_their_batch():
     compared = variants([Learner()], ["cold"], [], Question("trial", [0]), BenchSettings())
     (task,) = run(compared, {"task": asked(5)}, BenchSettings(rows=2))

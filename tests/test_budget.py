@@ -319,56 +319,50 @@ def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
 # Draft passes
 
 
-def known_gains(gains, fading):
+def known_gains(gains):
     passes = PassGains(len(gains))
-    passes.restore({"gain": torch.tensor(gains), "fading": torch.tensor(fading)})
+    passes.restore({"gain": torch.tensor(gains)})
     return passes
 
 
-def test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams():
-    passes = known_gains([0.8, 0.5, 0.4, 0.2], [0.5, 0.5, 0.5, 0.5])
-    assert passes.of_further(0) == pytest.approx([0.8, 1.05, 1.15, 1.175])
-    assert passes.of_further(2) == pytest.approx([0.4, 0.5])
-    assert passes.of_further(4) == [] == PassGains(0).of_further(0), "no further pass"
-
-
-def test_passes_that_pay_only_together_are_made():
-    """Two more passes at 0.2 tokens each bring 0.5 tokens, and a single one 0.1."""
-    passes = known_gains([0.1, 0.5], [0.8, 0.8])
-    assert passes.least_reach(0, cost=0.2) == pytest.approx(0.4 / 0.5)
-    assert passes.least_reach(1, cost=0.2) == pytest.approx(0.4)
-    assert passes.least_reach(2, cost=0.2) == math.inf, "no further pass"
+def test_a_pass_must_bring_its_cost_with_the_probability_that_its_beams_are_reached():
+    passes = known_gains([0.8, 0.5])
+    assert [passes.least_reach(number, cost=0.2) for number in range(3)] == pytest.approx([0.25, 0.4, math.inf])
 
 
 def test_gains_of_draft_passes_are_learned():
     passes = PassGains(3)
     for _ in range(300):
         passes.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
-    learned = {name: values.tolist() for name, values in passes.state().items()}
-    assert learned["gain"] == pytest.approx([0.7, 0.2, 0.6], rel=0.01), "of what was not done nothing is learned"
-    assert learned["fading"] == pytest.approx([0.5, 0.8, 0.8], rel=0.01)
+    assert passes.state()["gain"].tolist() == pytest.approx([0.7, 0.2, 0.6], rel=0.01), "what was not done stays"
+    passes = known_gains([0.7, 0.2, 0.1])
+    for _ in range(300):
+        passes.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
+    assert 0.3 < passes.state()["gain"][2] < 0.6, "but it is tried again in time"
 
 
 def test_passes_given_up_are_tried_again_in_time():
     passes = PassGains(2)
     for _ in range(300):
         passes.observe([1.0, 0.8], [0.5, 0.5001, 0.5002])
-    assert passes.of_further(0)[-1] < 0.01
+    assert max(passes.state()["gain"]) < 0.01
     rounds = 0
-    while passes.of_further(0)[-1] < 0.5:
+    while passes.state()["gain"][1] < 0.3:
         passes.observe([], [0.5])
         rounds += 1
         assert rounds < 2000
     assert rounds > 100, "but not at once"
+    passes.observe([1.0, 0.8], [0.5, 0.5001, 0.5002])
+    assert passes.state()["gain"][1] < 0.01, "and given up at once if they still bring nothing"
 
 
 def test_gains_of_draft_passes_are_restored_from_a_state_and_reset():
     passes, other = PassGains(2), PassGains(2)
     passes.observe([1.0, 0.4], [0.0, 0.2, 0.3])
     other.restore(passes.state())
-    assert other.of_further(0) == pytest.approx(passes.of_further(0))
+    assert torch.equal(other.state()["gain"], passes.state()["gain"])
     other.restore({})
-    assert other.of_further(0) == PassGains(2).of_further(0)
+    assert torch.equal(other.state()["gain"], PassGains(2).state()["gain"])
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.7, False)])

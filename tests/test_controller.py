@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,84 @@ def test_a_fixed_number_of_passes_is_planned_and_the_only_one_captured(num_nodes
     plan = one.plan([0] * ROWS, ROWS, SIZES[1:], 0)
     assert plan.max_passes == 4 and one.pass_limits == [4]
     assert [reach > least for reach in (0.0,) for least in plan.thresholds] == [True] * 4 + [False] * 4
+
+
+class Row:
+    """A row's candidates, likeliest first: estimates, draft passes that each needs, and the accepted ones in order.
+
+    Nine depths are drafted, one a pass: the likeliest node and three beside it. The rest are retrieved. Estimates are
+    too high, the more the less likely: a node of estimate p is accepted with probability p ** 1.2.
+    """
+
+    def __init__(self, rng):
+        steps = rng.choice([0.95, 0.75, 0.4], size=9)
+        before = np.concatenate([[1.0], np.cumprod(steps)[:-1]])
+        beside = np.outer(before * (1 - steps), [0.3, 0.15, 0.08]).ravel()
+        paths = np.concatenate([before * steps, beside, 0.25 * 0.93 ** np.arange(91)])
+        needs = np.concatenate([np.arange(1, 10), np.repeat(np.arange(1, 10), 3), np.zeros(91, dtype=np.int64)])
+        depth = int((rng.random(9) < steps**1.2).cumprod().sum())
+        accepted = list(range(depth))
+        chances = paths[9:] ** 1.2
+        is_drafted_next = np.arange(9, 127) // 3 - 3 == depth
+        others = np.where(is_drafted_next | (needs[9:] == 0) & (depth == 0), chances, 0.0) / max(
+            before[min(depth, 8)], 0.1
+        )
+        at = int(np.searchsorted(others.cumsum(), rng.random()))
+        accepted += [9 + at] if at < len(others) else []
+        order = np.argsort(-paths, kind="stable")
+        place = np.argsort(order)
+        self.paths, self.needs = paths[order].astype(np.float32), needs[order]
+        self.accepted = [int(place[node]) for node in accepted]
+        self.reaches = before
+
+    def verified(self, num_passes, least):
+        """Numbers of the candidates that these passes give and whose estimates are at least so high."""
+        return np.flatnonzero((self.needs <= num_passes) & (self.paths >= least))
+
+
+def outcome_of(rows, size, num_passes):
+    """What the device reports of a round, and its milliseconds."""
+    given = [row.verified(num_passes, 0.0) for row in rows]
+    estimates = np.sort(np.concatenate([row.paths[own] for row, own in zip(rows, given, strict=True)]))
+    least = estimates[max(len(estimates) + len(rows) - size, 0)]
+    trees = [row.verified(num_passes, least) for row in rows]
+    counts = np.array([len(tree) for tree in trees])
+    paths = np.zeros((len(rows), 127), dtype=np.float32)
+    needs = np.zeros((len(rows), 1 + counts.max()), dtype=np.int64)
+    nodes = []
+    for number, (row, own, tree) in enumerate(zip(rows, given, trees, strict=True)):
+        paths[number, : len(own)] = row.paths[own]
+        needs[number, 1 : 1 + len(tree)] = row.needs[tree]
+        places = {int(node): place for place, node in enumerate(tree, start=1)}
+        nodes.append([places[node] for node in itertools.takewhile(places.__contains__, row.accepted)])
+    seconds = (0.3 + 0.17 * num_passes, SECONDS[padded(size)], 0.2)
+    nothing = np.zeros(1, dtype=np.int32)
+    reaches = [sum(float(row.reaches[number]) for row in rows) for number in range(max(num_passes, 1))]
+    of_round = (paths, counts, nodes, needs, reaches, num_passes, [0] * len(rows), nothing, nothing)
+    return Outcome(len(rows), False, size, 0, *of_round, *(own / 1000 for own in seconds)), sum(seconds)
+
+
+def rate_of(made):
+    tokens = sum(outcome.num_rows + sum(map(len, outcome.nodes)) for outcome, _ in made)
+    return tokens / sum(milliseconds for _, milliseconds in made)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_what_is_chosen_is_at_most_3_percent_slower_than_the_best_fixed_size_and_passes(num_rows):
+    rng = np.random.default_rng(0)
+    rounds = [[Row(rng) for _ in range(num_rows)] for _ in range(500 if num_rows == 1 else 160)]
+    sizes = [size for size in SIZES if 2 * num_rows <= size <= 128 * num_rows]
+    counted = rounds[len(rounds) // 2 :]  # after it has learned
+    fixed = {
+        kind: rate_of([outcome_of(rows, *kind) for rows in counted])
+        for kind in itertools.product(sizes[:4], (1, 2, 3, 4, 6))
+    }
+    one = controller_of(Budget(known_steps(), 9, 0.03))
+    made = []
+    for rows in rounds:
+        plan = one.plan([0] * num_rows, num_rows, sizes, 0)
+        reaches = [sum(float(row.reaches[number]) for row in rows) for number in range(plan.max_passes)]
+        wanted = itertools.takewhile(lambda pair: pair[0] > pair[1], zip(reaches, plan.thresholds, strict=False))
+        made.append(outcome_of(rows, plan.tokens, len(list(wanted))))
+        one.learn(made[-1][0])
+    assert rate_of(made[len(made) // 2 :]) > 0.97 * max(fixed.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
+from graft.engine.device_rounds import DeviceRounds
 from graft.engine.device_rows import needs_host
 from graft.engine.jobs import Job
 from graft.engine.memory import _WORKSPACE
@@ -321,6 +324,46 @@ def test_engines_over_one_model_do_not_share_what_rounds_were_captured_over(on_d
             expected,
         ]
     assert engines[0].device_rounds is not engines[1].device_rounds
+
+
+def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_device, monkeypatch):
+    for name in ("_propose", "_finish"):
+        monkeypatch.setattr(f"graft.engine.device_rounds.DeviceRounds.{name}", lambda *given: None)
+    engine = Engine(tiny_model("llama").to(DEVICE), policy="graft")
+    for _ in range(2):
+        engine.capture_rounds(1, 100, SamplingSettings())
+        graphs = list(engine.target._graphs.steps)
+        sizes_and_contexts = sorted(key[2:] for key in graphs if key[0] == "step")
+        assert sizes_and_contexts == list(itertools.product((1, 8, 16, 64), (64, 128)))
+        of_rounds = sorted((key[1], *key[-3:-1]) for key in graphs if key[0] != "step" and key[-3] > 1)
+        assert of_rounds == list(itertools.product(("finish", "propose"), (8, 16, 64), (64, 128)))
+        assert engine.num_setups == len(graphs)
+
+
+def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):
+    launch, capture, contexts = DeviceRounds._launch, DeviceRounds._capture, []
+
+    def watched(rounds, batch, chunks):
+        rounds.is_watched = any(chunk.row.length > 64 for chunk in chunks)
+        return launch(rounds, batch, chunks)
+
+    def captured(rounds, *given):
+        contexts.extend([given[4]] if rounds.is_watched else [])
+        return capture(rounds, *given)
+
+    monkeypatch.setattr(DeviceRounds, "_launch", watched)
+    monkeypatch.setattr(DeviceRounds, "_capture", captured)
+    engine = byte_engine()
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
+    try:
+        answers = [
+            Asked(scheduler, "short", max_new_tokens=14),
+            Asked(scheduler, "many chunks " * 20, max_new_tokens=1),
+        ]
+        assert all(answer.wait() for answer in answers)
+    finally:
+        scheduler.close()
+    assert set(contexts) == {64}
 
 
 def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypatch):

@@ -364,6 +364,46 @@ def test_what_fails_costs_a_rounds_tree_and_is_logged_once(sglang, monkeypatch, 
     assert any("planted" in str(record.exc_info[1]) for record in caplog.records)
 
 
+@pytest.mark.parametrize("name", ["propose", "likeliest"])
+def test_what_fails_in_a_capture_leaves_sglangs_own_trees_in_all_rounds(sglang, monkeypatch, caplog, name):
+    """The captured graph does without our kernel for good, so what its rounds leave in memory is not a tree."""
+    works, calls = getattr(Trees, name), []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return works(*args)
+
+    monkeypatch.setattr(Trees, name, fails_once)
+    requests = requests_of(sglang, length=8)
+    sglang.captured_batch = sglang.batch_of(requests[:1])
+    _, inputs = decode(sglang, requests)
+    check_texts(requests)
+    assert sglang.num_own_trees == len(inputs) and len(calls) == 1
+    assert "planted" in str(caplog.records[0].exc_info[1])
+
+
+def test_graphs_for_more_requests_than_have_such_trees_build_none(sglang, monkeypatch):
+    """SGLang captures the largest trees for all batch sizes, and compiling their kernels would take minutes."""
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4,3:1")
+    built, propose = [], Trees.propose
+    monkeypatch.setattr(Trees, "propose", lambda self, *args: (built.append(args[1]), propose(self, *args))[1])
+    requests = requests_of(sglang, length=8)
+    for number, each in enumerate(requests):
+        each.req_pool_idx = number + 1
+    flags = sglang.server_args(max_running_requests=8, speculative_num_steps=2, speculative_num_draft_tokens=6)
+    for num_rows, expected in ((1, [6]), (2, [])):
+        sglang.captured_batch = sglang.batch_of(requests[:num_rows])
+        sglang.EAGLEWorkerV2(flags, sglang.target_worker()).init_cuda_graphs()
+        assert built == expected
+        built.clear()
+    sglang.captured_batch = None
+    decode(sglang, requests, max_running_requests=8)
+    assert {6, 4} == set(built) and sglang.num_own_trees == 0
+    check_texts(requests)
+
+
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypatch, is_overlapped):
     monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4,3:1")

@@ -46,6 +46,9 @@ class Method(ABC):
         """The number of one-time set-ups so far, such as captures of CUDA graphs."""
         return 0
 
+    def capture(self, num_prompts: int, longest: int, settings: SamplingSettings) -> None:  # noqa: B027 - most have none
+        """Capture the CUDA graphs that so many prompts together may need, with texts of up to `longest` tokens."""
+
     def is_exact(self, settings: SamplingSettings) -> bool:
         """Whether it must give the text of plain decoding under these settings."""
         return True
@@ -90,6 +93,9 @@ class PolicyMethod(Method):
     @property
     def num_setups(self) -> int:
         return self._engine.num_setups
+
+    def capture(self, num_prompts: int, longest: int, settings: SamplingSettings) -> None:
+        self._engine.capture_rounds(num_prompts, longest, settings)
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
         """Also calibrates gates. If texts are isolated, a copy of the method without isolation learns instead."""

@@ -92,6 +92,8 @@ def notes_on(results: Results) -> list[str]:
         notes.append(f"This run was cut, or is not over: {words}, without {', '.join(missing)}.")
     if (rows := settings.get("rows", 1)) > 1:
         notes.append(f"{rows} prompts decode together: times are of the whole batch.")
+    if setups := [f"{label(run)} {run.setups}" for run in results.averages if run.setups]:
+        notes.append(f"CUDA graphs were captured while answers were timed: {', '.join(setups)}.")
     if all(run.speedup is None for run in results.averages):
         return notes
     noise = results.environment.get(PLAIN_NOISE)

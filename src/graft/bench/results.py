@@ -56,6 +56,7 @@ class Run:
     nodes_per_round: float
     modelled_speed: float  # mean accepted / (1 + 0.03 x draft passes)
     modelled_over_dense: float | None
+    setups: int  # one-time set-ups, such as captures of CUDA graphs, while it was timed
     differ: int | None  # prompts whose text is not that of plain decoding; None if it need not be
     accepted_by_source: dict[str, int]
     accepted_by_depth: dict[int, int]
@@ -143,6 +144,7 @@ class Summary:
             method=samples.variant.name,
             state=samples.variant.state,
             prompts=num_prompts,
+            setups=samples.num_setups,
             differ=len(_different(samples, plain)) if is_exact and plain is not None else None,
             confidence=self._intervals(draw) if len(samples.samples) > 1 else {},
             by_prompt=[_prompt_facts(sample) for sample in samples.samples],
@@ -162,6 +164,7 @@ class Summary:
             method=key[0],
             state=key[1],
             prompts=sum(run.prompts for run in runs),
+            setups=sum(run.setups for run in runs),
             differ=sum(differ) if len(differ) == len(runs) else None,
             confidence=self._intervals(draw) if all(run.confidence for run in runs) else {},
             **_totals(runs, runs),

@@ -73,10 +73,12 @@ class Variant:
         return self.method.name
 
     def rehearse(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
-        """Answer these prompts untimed, to capture CUDA graphs for their lengths. Nothing is learned."""
+        """Answer these prompts untimed, and capture CUDA graphs for texts of up to their length. Nothing is learned."""
         if self.method.num_setups:
             self.method.restore(self.memory)
             self.method.answer([question.ids for question in questions], settings)
+            longest = max(len(question.ids) for question in questions) + settings.max_new_tokens
+            self.method.capture(len(questions), longest, settings)
 
     def answer(self, questions: Sequence[Question], settings: SamplingSettings) -> list[Sample]:
         self.method.restore(self.memory)
@@ -93,6 +95,12 @@ class Samples:
     task: str
     variant: Variant
     samples: list[Sample] = field(default_factory=list)
+    num_setups: int = 0  # one-time set-ups while they were timed
+
+    def add(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
+        before = self.variant.method.num_setups
+        self.samples += self.variant.answer(questions, settings)
+        self.num_setups += self.variant.method.num_setups - before
 
 
 Watcher = Callable[[str, int, int], None]  # called with the task, prompts done and number of prompts
@@ -158,7 +166,7 @@ def run(
                 variant.memory = memory
             for turn, group in enumerate(_groups(questions, settings.rows), start=repetition):
                 for result in rotated(results, turn):
-                    result.samples += result.variant.answer(group, sampling)
+                    result.add(group, sampling)
                 done += len(group)
                 watch(task, done, total)
         yield results

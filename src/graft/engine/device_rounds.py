@@ -11,8 +11,8 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -155,17 +155,21 @@ class DeviceRounds:
             for sequence in batch.sequences
         )
 
-    def warm_up(self, max_rows: int) -> None:
-        """Capture the graphs of all rounds of up to so many rows, for short texts."""
+    def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
+        """Capture the graphs of all rounds that the controller may plan for up to so many rows, and their steps.
+
+        choices: how their tokens may be chosen. longest: tokens of the longest text.
+        """
         target = self._target
         if not target.is_captured:
             return
         most = padded(max_rows, ROWS)
-        with target.launching(MAX_TREE_TOKENS) as (buffers, tables):
+        lengths = [*(context for context in target.contexts if context < longest), longest]
+        with target.launching(target.step_sizes[-1]) as (buffers, tables):
             round = self._round_for(target.pool)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
-            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._sizes(rows, rows, 0))]
+            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._planned_sizes(rows))]
             limits = self.controller.pass_limits if self.controller is not None else [0]
             for number, shape in enumerate(shapes):
                 target.progress(
@@ -173,8 +177,14 @@ class DeviceRounds:
                 )
                 # A plain round is also made for rows that do not speculate, so nothing is learned from it.
                 kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
-                for choice, (learns, passes) in itertools.product(Choice, kinds):
-                    self._capture(round, buffers, tables, shape, self.contexts[0], choice, learns, passes, draft)
+                contexts = {context_for(length, self.contexts) for length in lengths}
+                for context, choice, (learns, passes) in itertools.product(sorted(contexts), choices, kinds):
+                    self._capture(round, buffers, tables, shape, context, choice, learns, passes, draft)
+                # A capture runs the step too, so it gets rows of padding.
+                self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
+                self._propose(round, buffers, shape, self.contexts[0], 0, False)
+                for length in lengths:
+                    target.captured_step(buffers, tables, shape.tokens, length)
             self._learned.warm_up(round, buffers)
 
     # Launching
@@ -201,7 +211,7 @@ class DeviceRounds:
         finish_key = (owner, "finish", choice, learns, *key)
         if not (target.has_captured(propose_key) and target.has_captured(finish_key)):
             # Warm-up runs before a capture change texts and pages, so they get rows of padding.
-            self._load(round, [], [], shape, Plan(shape.tokens, 0, ()))
+            self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
             target.capture(propose_key, propose)()
             target.capture(finish_key, finish)
         return target.capture(propose_key, propose), target.capture(finish_key, finish)
@@ -215,17 +225,19 @@ class DeviceRounds:
         target, rows = self._target, batch.cache.rows
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         padded_rows = padded(num_rows, ROWS)
-        plan = self._plan(batch, num_rows, padded_rows, num_prefill)
+        draws = self._draws_of(batch.sequences)
+        kinds = [own.kind for own in draws]
+        plan = self._plan(batch, kinds, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
         in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
-        longest = 0
+        longest = 0  # of the rows that are decoded
         for row in rows:
             known = row.length + (MAX_TOKENS if id(row) in in_flight else 0)
             longest = max(longest, known)
             self._ensure(row, known + self._slots_ahead(shape))
         for chunk in chunks:
             target.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
-            longest = max(longest, chunk.row.length)
+        longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
         if self._flight is not None and self._must_move():
             # The pool has grown, so the texts on the device move: take the round in flight first.
             self.flush(Clock())
@@ -247,12 +259,12 @@ class DeviceRounds:
                     raise
                 raise self._give_up(first_line(error)) from error
             marks = [new_mark(target.device) for _ in range(4)]
-            self._load(round, batch.sequences, rows, shape, plan)
+            self._load(round, batch.sequences, rows, draws, shape, plan)
             marks[0].record()
             propose()
             read = self._load_chunks(round, buffers, shape, chunks)
             marks[1].record()
-            step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest)
+            step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
             if step is None:
                 raise self._give_up("its steps cannot be captured")
             step()
@@ -268,7 +280,7 @@ class DeviceRounds:
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
         is_usual = setups == num_setups_of(target, self._drafter)
         of_rows = (list(batch.sequences), list(rows), draft_rows)
-        return Flight(*of_rows, shape, num_prefill, results, marks, done, is_usual), read
+        return Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual), read
 
     def _give_up(self, reason: str) -> RoundError:
         """From now on the host makes all rounds."""
@@ -277,12 +289,11 @@ class DeviceRounds:
         self.failure = reason
         return RoundError(reason)
 
-    def _plan(self, batch: Batch, num_rows: int, padded_rows: int, num_prefill: int) -> Plan:
+    def _plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
         speculates = any(sequence.speculates for sequence in batch.sequences)
         if self.controller is None or not speculates:
             return Plan(padded_rows, 0, ())
-        kinds = [draws.kind for draws in self._draws_of(batch.sequences)]
-        return self.controller.plan(kinds, padded_rows, self._sizes(num_rows, padded_rows, num_prefill), num_prefill)
+        return self.controller.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees, prompts not counted."""
@@ -292,6 +303,14 @@ class DeviceRounds:
         room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
         most = min(room, num_rows * (1 + RoundShape(padded_rows, 0).cap))
         return [size for size in self._target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
+
+    def _planned_sizes(self, padded_rows: int) -> list[int]:
+        """Sizes of steps with trees that may be planned for so many rows with padding."""
+        sizes = self._sizes(padded_rows, padded_rows, 0)
+        if not sizes or self.controller is None or self.controller.fixed is None:
+            return sizes
+        row_counts = range(padded_rows // 2 + 1, padded_rows + 1)
+        return sorted({self.controller.fixed_size(num_rows, sizes) for num_rows in row_counts})
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0
@@ -350,6 +369,7 @@ class DeviceRounds:
         round: DeviceRound,
         sequences: Sequence[TokenSequence],
         rows: Sequence[Row],
+        draws: Sequence[RowDraws],
         shape: RoundShape,
         plan: Plan,
     ) -> None:
@@ -360,7 +380,6 @@ class DeviceRounds:
         count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
         most = min(shape.cap, fixed) if fixed is not None else shape.cap
         settings = [sequence.settings for sequence in sequences]
-        draws = self._draws_of(sequences)
         by_row = {
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
@@ -368,7 +387,7 @@ class DeviceRounds:
             "owners": [self._learned.owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
             "kinds": [own.kind for own in draws],
-            "powers": [[own.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)] for own in draws],
+            "powers": [_share_powers(own.temperature) for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
             "draft_temperatures": [own.temperature for own in draws],
@@ -393,7 +412,7 @@ class DeviceRounds:
         if not self.policy.knows_draws:
             return [RowDraws(0, 0, 0.0)] * len(sequences)
         settings = [sequence.settings for sequence in sequences]
-        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.top_p, s.min_p)) for s in settings]
+        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.min_p)) for s in settings]
 
     # Inside graphs
 
@@ -567,7 +586,7 @@ class DeviceRounds:
                 needs=tree.score_bucket.numpy(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
-                kinds=[draws.kind for draws in self._draws_of(flight.sequences)],
+                kinds=flight.kinds,
                 tried=found["tried"],
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
@@ -575,6 +594,13 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
+
+
+@lru_cache(maxsize=64)
+def _share_powers(temperature: float) -> list[float]:
+    """By bucket, see `RowDraws.share_power`; rows with the same settings share it from round to round."""
+    draws = RowDraws(0, 0, temperature)
+    return [draws.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)]
 
 
 def _state_of(pool: PagePool) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ class Flight:
     sequences: list[TokenSequence]
     rows: list[Row]
     draft_rows: list[Any]  # the drafter's own rows; None without a drafter
+    kinds: list[int]  # by row, see `RowDraws.kind`
     shape: RoundShape
     num_prefill_tokens: int
     results: dict[str, np.ndarray]

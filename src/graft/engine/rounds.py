@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from graft.engine.device_rows import ReadChunk
+from graft.engine.device_rows import Choice, ReadChunk
 from graft.engine.marks import new_mark, seconds_between
 from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
 from graft.model.captures import on_device
 from graft.model.grammar import pruned
-from graft.model.sampler import Chooser, Sampler
+from graft.model.sampler import Chooser, Sampler, SamplingSettings
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
@@ -263,6 +263,14 @@ class Rounds:
         self.policy.measure()
         if self.device_rounds is not None:
             self.device_rounds.warm_up(max_rows)
+
+    def capture_rounds(self, max_rows: int, longest: int, settings: SamplingSettings) -> None:
+        """Capture all graphs that rounds of the device may need, so that none is captured while they are timed.
+
+        max_rows: that are decoded together. longest: tokens of the longest text. settings: of all rows.
+        """
+        if self.device_rounds is not None:
+            self.device_rounds.warm_up(max_rows, [Choice.of(settings)], longest)
 
     @property
     def num_setups(self) -> int:

@@ -30,7 +30,6 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
-    TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
@@ -342,7 +341,6 @@ class _ProcessorChooser:
 
         self._temperature = draft_temperature(
             math.prod(settings(TemperatureLogitsWarper, "temperature")),
-            min(settings(TopPLogitsWarper, "top_p"), default=1.0),
             max(settings(MinPLogitsWarper, "min_p"), default=0.0),
         )
 

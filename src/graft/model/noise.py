@@ -22,14 +22,14 @@ NUM_KINDS = len(_TEMPERATURES) + 2
 NOT_SAMPLED = 0
 
 
-def draft_temperature(temperature: float, top_p: float = 1.0, min_p: float = 0.0) -> float:
+def draft_temperature(temperature: float, min_p: float = 0.0) -> float:
     """The temperature at which drafts guess the draws of a row with these settings.
 
-    What truncation excludes depends on the target's probabilities, which a drafter knows only roughly. A lower
-    temperature makes such tokens less likely without excluding any. It guesses as well as the best soft cut; a hard
-    cut is worse. The factors are those that were best at top-p 0.95 (1.05) and min-p 0.05 (1.2).
+    What min-p excludes depends on the target's probabilities, which a drafter knows only roughly. A lower temperature
+    makes such tokens less likely without excluding any. docs/benchmarks.md says how the factor was fitted, and why
+    top-p has none.
     """
-    return max(temperature / max(2 - top_p, 1 + math.sqrt(min_p)), 1e-6) if temperature else 0.0
+    return max(temperature / (1 + math.sqrt(min_p)), 1e-6) if temperature else 0.0
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -179,7 +179,7 @@ class Sampler:
         if s.temperature == 0 and not s.logit_bias and not num_unending:
             return None
         assert s.seed is not None
-        temperature = draft_temperature(s.temperature, s.top_p, s.min_p)
+        temperature = draft_temperature(s.temperature, s.min_p)
         return RowDraws(s.seed, self._positions[row], temperature, s.logit_bias, self._ends[row], num_unending)
 
     def _penalized(self, logits: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.spec_decode.cost_model import CLIP, OPTIMISM, WEIGHT, SecondsByRows, StepCost, row_class
 
 WASTE = 0.01  # share of the time that proposing in vain may cost
-_GAIN, _FADING = 0.6, 0.8  # of a draft pass, before any was observed
+_GAIN = 0.6  # of a draft pass, before any was observed
 _FIRST_EXPECTED, _FIRST_ACCEPTED = 3.0, 1.5  # accepted tokens of verified nodes, before any were verified
 _STEADY = round(1 / WEIGHT) - 1  # observations of a running mean, after which each new one has the same weight
 
@@ -43,64 +43,50 @@ class PassGains:
     """Running means of what each draft pass of a round brings.
 
     A pass's gain is the expected tokens that it adds, minus the cost of verifying them, divided by the probability that
-    its beams are reached (`reach`). Fading is the ratio of reach from one pass to the next.
+    its beams are reached (`reach`).
     """
 
     def __init__(self, num_passes: int) -> None:
         self._gain = [_GAIN] * num_passes
-        self._fading = [_FADING] * num_passes
-        self._counts = [_STEADY] * num_passes  # observations so far, at most _STEADY
+        self._counts = [float(_STEADY)] * num_passes  # observations so far, at most _STEADY
 
     def as_prior(self) -> PassGains:
         """A copy for another number of rows, replaced by the first observations there."""
         copy = PassGains(len(self._gain))
-        copy._gain, copy._fading = list(self._gain), list(self._fading)
-        copy._counts = [0] * len(self._gain)
+        copy._gain, copy._counts = list(self._gain), [0.0] * len(self._gain)
         return copy
 
-    def of_further(self, num_done: int) -> list[float]:
-        """Expected tokens that one, two, three ... more passes add, if a beam so far is sure to be accepted."""
-        total, totals, reach = 0.0, [], 1.0
-        for gain, fading in zip(self._gain[num_done:], self._fading[num_done:], strict=True):
-            total += gain * reach
-            totals.append(total)
-            reach *= fading
-        return totals
-
     def least_reach(self, num_done: int, cost: float) -> float:
-        """The reach above which some number of further passes pays. cost: of a pass, in tokens."""
-        gains = enumerate(self.of_further(num_done), start=1)
-        return min((count * cost / gain for count, gain in gains if gain > 0), default=math.inf)
+        """The reach above which the next pass pays. cost: of a pass, in tokens."""
+        gain = self._gain[num_done] if num_done < len(self._gain) else 0.0
+        return cost / gain if gain > 0 else math.inf
 
     def observe(self, reaches: Sequence[float], values: Sequence[float]) -> None:
         """Learn from a round.
 
         reaches: before each pass, summed over the rows that made it. values: of the candidates with 0, 1, 2 ... passes.
-        Passes that were not made look a little better, so that none is given up for ever.
+        Passes that were not made look a little better, so that none is given up for ever. What was known of them fades,
+        so that one that does not pay is soon given up again.
         """
         num_made = len(values) - 1
-        self._gain[num_made:] = [gain + OPTIMISM * max(_GAIN - gain, 0.0) for gain in self._gain[num_made:]]
+        for number in range(num_made, len(self._gain)):
+            self._counts[number] *= 1 - WEIGHT
+            self._gain[number] += OPTIMISM / (1 + self._counts[number]) * max(_GAIN - self._gain[number], 0.0)
         for number, reach in enumerate(reaches[:num_made]):
             weight = 1 / (1 + self._counts[number])
             self._counts[number] = min(self._counts[number] + 1, _STEADY)
             if reach > 1e-3:
                 gain = (values[number + 1] - values[number]) / reach
                 self._gain[number] += weight * (gain - self._gain[number])
-            if number and reaches[number - 1] > 1e-3:
-                self._fading[number - 1] += weight * (reach / reaches[number - 1] - self._fading[number - 1])
 
     def state(self) -> dict[str, Tensor]:
-        return {"gain": torch.tensor(self._gain), "fading": torch.tensor(self._fading)}
+        return {"gain": torch.tensor(self._gain)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from `state`, perhaps for trees of another depth; missing values start anew."""
-        self._gain = _filled(state.get("gain"), len(self._gain), _GAIN)
-        self._fading = _filled(state.get("fading"), len(self._fading), _FADING)
-
-
-def _filled(values: Tensor | None, count: int, missing: float) -> list[float]:
-    known = values.tolist() if values is not None else []
-    return (known + [missing] * count)[:count]
+        known = state["gain"].tolist() if "gain" in state else []
+        count = len(self._gain)
+        self._gain = (known + [_GAIN] * count)[:count]
 
 
 class PassGainsByKind:
@@ -127,7 +113,7 @@ class PassGainsByKind:
         return self._known[kind, rows]
 
     def state(self) -> dict[str, Tensor]:
-        """Gains and fadings of one row, [kinds, passes] each."""
+        """Gains of one row, [kinds, passes]."""
         states = [gains.state() for gains in self._of_one_row]
         return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 

@@ -110,11 +110,12 @@ class PathCalibration:
     """Calibration of path probabilities: accepted / expected nodes, by kind of row and power of two of the probability.
 
     Products of many estimates are too high, and so is the highest of many products: the less likely a node, the more.
-    The order of nodes does not change.
+    So a ratio is at most that of likelier nodes, which is also the prior where few nodes were accepted. The order of
+    nodes does not change.
     """
 
     def __init__(self) -> None:
-        self._expected, self._accepted = np.full((2, NUM_KINDS * _NUM_POWERS), _PATH_PRIOR)
+        self._expected, self._accepted = np.zeros((2, NUM_KINDS * _NUM_POWERS))
         self.ratios = array("d", [1.0] * (NUM_KINDS * _NUM_POWERS))  # kind after kind
 
     def observe(self, paths: Tensor, nodes: Sequence[Sequence[int]], kinds: Sequence[int] | None = None) -> None:
@@ -140,17 +141,36 @@ class PathCalibration:
         self._update()
 
     def _update(self) -> None:
-        self.ratios = array("d", (self._accepted / self._expected).tolist())
+        counts = np.stack([self._expected, self._accepted], axis=1).reshape(NUM_KINDS, _NUM_POWERS, 2).tolist()
+        self.ratios = array("d", [ratio for own in counts for ratio in _falling_ratios(own)])
 
     def state(self) -> dict[str, Tensor]:
         return {"hoped": torch.from_numpy(self._expected.copy()), "came": torch.from_numpy(self._accepted.copy())}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from `state`; an empty one starts anew."""
-        unknown = torch.full((NUM_KINDS * _NUM_POWERS,), _PATH_PRIOR).double()
+        unknown = torch.zeros(NUM_KINDS * _NUM_POWERS).double()
         counts = [state.get(name, unknown).double().cpu().flatten() for name in ("hoped", "came")]
         if len(counts[0]) == len(counts[1]) == _NUM_POWERS:  # of a version that counted all rows together
             counts = [torch.cat([count, unknown[_NUM_POWERS:]]) for count in counts]
         # C code reads exactly this many numbers, so `view` refuses a state of another length.
         self._expected, self._accepted = (count.clone().view(len(unknown)).numpy() for count in counts)
         self._update()
+
+
+def _falling_ratios(counts: Sequence[tuple[float, float]]) -> list[float]:
+    """Accepted / expected by power of two, from (expected, accepted), fitted so that no ratio is above the one before.
+
+    Neighbours in the wrong order are counted together (isotonic regression). Each ratio starts from the one before it.
+    """
+    pooled: list[tuple[float, float, int]] = []  # expected, accepted, and number of powers
+    for expected, accepted in counts:
+        last = (expected, accepted, 1)
+        while pooled and pooled[-1][1] * last[0] <= last[1] * pooled[-1][0]:
+            last = tuple(map(sum, zip(pooled.pop(), last, strict=True)))
+        pooled.append(last)
+    ratio, ratios = 1.0, []
+    for expected, accepted, size in pooled:
+        ratio = (accepted + _PATH_PRIOR * ratio) / (expected + _PATH_PRIOR)
+        ratios += [ratio] * size
+    return ratios

@@ -23,7 +23,7 @@ from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 _FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes
-_PASS_MARGIN = 1.5  # passes that a round may make beyond the usual number, as rounds differ
+_PASS_MARGIN = 0.5  # passes that a round may make beyond the usual number, as rounds differ
 
 
 class Plan(NamedTuple):
@@ -118,8 +118,7 @@ class Controller:
         if not sizes:
             return plain
         if self.fixed is not None:
-            most = num_rows * (1 + self.fixed)
-            size = next((size for size in sizes if size >= most), sizes[-1])
+            size = self.fixed_size(num_rows, sizes)
             return self._plan_tree(size, kinds, self.budget.rate(num_rows) * self.budget.pass_seconds(num_rows))
         if not self.step.is_known:
             return plain
@@ -143,12 +142,17 @@ class Controller:
                 return plain
         return self._plan_tree(size, kinds, rate * self._proposing(num_rows)[1])
 
+    def fixed_size(self, num_rows: int, sizes: Sequence[int]) -> int:
+        """The smallest of the rising `sizes` that holds a fixed number of nodes for every row."""
+        assert self.fixed is not None
+        most = num_rows * (1 + self.fixed)
+        return next((size for size in sizes if size >= most), sizes[-1])
+
     def _plan_tree(self, size: int, kinds: Sequence[int], pass_tokens: float) -> Plan:
         """A round with a tree. pass_tokens: that a pass's time would bring otherwise."""
         self._since_trees = 0
         passes = range(self.num_passes)
-        # Gains are those of one row, however many there are.
-        thresholds = [self.budget.least_reach(1, number, kinds, pass_tokens) for number in passes]
+        thresholds = [self.budget.least_reach(len(kinds), number, kinds, pass_tokens) for number in passes]
         limit = 0
         if thresholds and len(kinds) > thresholds[0]:
             most = self._usual_passes + _PASS_MARGIN
@@ -218,13 +222,18 @@ class Controller:
         self._gains[row_class(num_rows)] = curve if known is None else known + WEIGHT * (curve - known)
 
     def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
-        """Learn what each pass brought: the expected tokens of the verified nodes that needed it."""
-        width = outcome.needs.shape[1] - 1
-        is_verified = np.arange(width) < outcome.num_nodes[:, None]
-        weights = np.where(is_verified, expected[:, :width], 0.0)
-        by_need = np.bincount(outcome.needs[:, 1:].ravel(), weights.ravel(), minlength=outcome.num_passes + 1)
-        values = np.cumsum(by_need)[: outcome.num_passes + 1]
-        self.budget.passes.of(1, outcome.kinds).observe(outcome.reaches, values.tolist())
+        """Learn what each pass brought: the expected tokens of the verified nodes that needed it.
+
+        Without the pass other nodes would be in their places. These count as the likeliest that were not verified.
+        """
+        is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]
+        needs = outcome.needs[:, 1:][is_verified[:, : outcome.needs.shape[1] - 1]]
+        size = outcome.num_passes + 1
+        values = np.cumsum(np.bincount(needs, expected[is_verified], minlength=size))[:size]
+        num_replaced = len(needs) - np.cumsum(np.bincount(needs, minlength=size))[:size]
+        others = np.sort(expected[~is_verified])[::-1]
+        values = values + np.concatenate([[0.0], np.cumsum(others)])[np.minimum(num_replaced, len(others))]
+        self.budget.passes.of(outcome.num_rows, outcome.kinds).observe(outcome.reaches, values.tolist())
 
     def _learn_acceptance(self, outcome: Outcome, expected: np.ndarray) -> None:
         is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]

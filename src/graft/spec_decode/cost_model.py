@@ -157,7 +157,7 @@ class StepCost:
         known.is_padded, known._seconds = self.is_padded, state["step_seconds"].tolist()
         self._shape = [known.seconds(size) for size in self.sizes]
         self._corrections, self._level, self.largest, self._num_observed = {}, 0.0, self.sizes[-1], FIRST
-        self._counts = [0] * len(self.sizes)
+        self._counts = [round(1 / WEIGHT)] * len(self.sizes)  # all are well known
         self._levels, self._optimism = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
         self._update()
 

@@ -30,6 +30,7 @@ _COMMON = {
     "sglang.srt.utils.common.fast_topk": "values topk dim",
     f"{DRAFT}.alloc_memory_pool": "self memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
     f"{DRAFT}.draft_forward": "self forward_batch",
+    f"{DRAFT}._capture_cuda_graphs": "self",
     f"{OUTER}.init_cuda_graphs": "self",
     f"{OUTER}.activate_step_by_batch": "self batch_size",
     f"{OUTER}._build_trivial_verify_input": "self batch",

@@ -323,7 +323,8 @@ class Trees:
             torch.zeros(n, dtype=torch.int64, device=self._device) for n in (num_rows, num_rows * num_places)
         )
         logits = torch.zeros(len(places), self._server.vocab_size, device=self._device)
-        self.load(Rows(rows, rows, rows), num_places)
+        for roots in (rows, rows.int()):  # a prefill and a verify give different types
+            self.load(Rows(rows, rows, roots), num_places)
         self.leave_roots(rows, num_places)
         self.arrays(rows, num_places, None, 0, True, True)
         for truncates in (False, True):

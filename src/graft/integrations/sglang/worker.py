@@ -7,7 +7,8 @@ before its tree is known: overlapped scheduling works as with SGLang's own trees
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     reads_prompts = True
     has_tree = False  # whether this round's trees are Graft's
     is_sound = True  # whether nothing has failed in this round
+    _is_capturing = False  # whether SGLang makes its graphs now
+    _fits_graphs = True  # False: it failed then, so some graphs do without our kernels
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -51,7 +54,14 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         args_of, tables, kv = self.server_args, self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator
         self._tables = tables
         settings = _settings()
-        places = [size.places for size in sizes_for(args_of, settings) if size.places > 1]
+        sizes = [size for size in sizes_for(args_of, settings) if size.places > 1]
+        captured = release.current().decode_graphs(args_of).bs or ()
+        # By places, the rows of the largest graph that has such trees. SGLang captures more for the largest trees.
+        self._most_rows = {
+            size.places: min((rows for rows in captured if rows >= size.max_requests), default=size.max_requests)
+            for size in sizes
+            if size.max_requests is not None
+        }
         self._is_deterministic = bool(getattr(args_of, "enable_deterministic_inference", False))
         if self._is_deterministic:
             say_once("in the deterministic mode sampled tokens are drawn by SGLang's own code, which is slower")
@@ -62,7 +72,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             vocab_size=self.target_worker.model_config.vocab_size,
             topk=self.topk,
             num_steps=self.speculative_num_steps,
-            most_rows=max(min(MAX_TREE_TOKENS // min(places, default=2), len(tables)), 1),
+            most_rows=max(min(MAX_TREE_TOKENS // min((size.places for size in sizes), default=2), len(tables)), 1),
             random_seed=args_of.random_seed,
             knows_noise=not self._is_deterministic,
         )
@@ -88,11 +98,16 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with Attempt("prepare a round") as attempt:
             self.trees.see(batch.reqs)
             self.trees.load(Rows(batch.req_pool_indices, batch.seq_lens, roots), num_places)
-        fits = self.trees.fits(self._padded(len(batch.reqs)), num_places)
-        if num_places > 1 and not fits:
+        num_rows = self._padded(len(batch.reqs))
+        fits = self._has_room(num_rows, num_places)
+        if num_places > 1 and not self.trees.fits(num_rows, num_places):
             say_once(f"batches of more than {MAX_TREE_TOKENS} places have SGLang's own trees")
         # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
-        self.has_tree, self.is_sound = fits, not attempt.failed
+        self.has_tree, self.is_sound = fits, self._fits_graphs and not attempt.failed
+
+    def _has_room(self, num_rows: int, num_places: int) -> bool:
+        """Whether a batch of so many rows, with padding, has our trees. The graph and the round must agree on it."""
+        return self.trees.fits(num_rows, num_places) and num_rows <= self._most_rows.get(num_places, num_rows)
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in: of the largest one where ranks pad to each other's batches."""
@@ -101,20 +116,53 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             return max(captured)
         return min((size for size in captured if size >= num_rows), default=num_rows)
 
+    def _capture_cuda_graphs(self) -> None:
+        self._is_capturing = True
+        try:
+            super()._capture_cuda_graphs()
+        except Exception:
+            say_once("SGLang's draft graphs cannot be captured with its kernels in them: unset GRAFT_SGLANG")
+            raise
+        finally:
+            self._is_capturing = False
+
+    @contextmanager
+    def _inside_graphs(self) -> Iterator[None]:
+        """Run what SGLang captures. What fails in a capture is left out of all later rounds, not of this one alone.
+
+        Waiting for the device would end the capture and with it the launch. So it is an error when SGLang runs a
+        batch before it captures it.
+        """
+        if not self._fits_graphs:
+            raise GraftError("the kernels failed when graphs were captured")
+        watched = self._is_capturing and self._tables.is_cuda and not torch.cuda.is_current_stream_capturing()
+        mode = torch.cuda.get_sync_debug_mode() if watched else 0
+        try:
+            if watched:
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        except Exception:
+            self._fits_graphs = not self._is_capturing
+            raise
+        finally:
+            if watched:
+                torch.cuda.set_sync_debug_mode(mode)
+
     def draft_forward(self, forward_batch: Any) -> Any:
         """The draft passes and the tree, which may be captured in a CUDA graph. Returns all levels."""
         with set_to(drafting, Drafting(self, forward_batch.seq_lens + 1, depth=2)):
             found = super().draft_forward(forward_batch)
         beams, scores, tokens, *_ = found
         num_places = self.speculative_num_draft_tokens
-        if tokens is not None and self.trees.fits(len(tokens), num_places):
-            with Attempt("propose trees") as attempt:
+        if tokens is not None and self._has_room(len(tokens), num_places):
+            with Attempt("propose trees") as attempt, self._inside_graphs():
                 self.trees.propose(Drafted(tokens, scores, beams), num_places)
             self.is_sound = self.is_sound and not attempt.failed
         return found
 
     def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return self.trees.likeliest(logits, topk, ends, depth)
+        with self._inside_graphs():
+            return self.trees.likeliest(logits, topk, ends, depth)
 
     def build(
         self,
