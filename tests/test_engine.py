@@ -1,6 +1,7 @@
 """The engine as its users see it: where answers end, streams, statistics, errors."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from batches import counting_tokens, opened
 from gates import Gate
 from graft import Engine, GraftError, load
+from graft.engine.answers import Stream
 from graft.engine.rounds import PrefillChunk
 from graft.errors import ContextError
 from graft.model.sampler import SamplingSettings
@@ -317,9 +319,11 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
 
 
-def test_a_stream_whose_event_loop_ends_gives_its_pages_back(byte_model):
+def test_a_stream_whose_event_loop_ends_is_cancelled_in_the_engines_thread(byte_model, monkeypatch):
     """The engine's thread is busy until the loop has ended, so that the end of the stream waits its turn."""
-    engine, gates, busy = Engine(byte_model, byte_tokenizer()), [], []
+    engine, gates, busy, cancelled_in = Engine(byte_model, byte_tokenizer()), [], [], []
+    cancel, here = Stream.cancel, threading.current_thread
+    monkeypatch.setattr(Stream, "cancel", lambda stream: (cancelled_in.append(here().name), cancel(stream)))
 
     async def left_at_the_first_piece():
         async for _ in engine.stream_async("grafting", max_new_tokens=20):
@@ -332,6 +336,7 @@ def test_a_stream_whose_event_loop_ends_gives_its_pages_back(byte_model):
     asyncio.run(left_at_the_first_piece())
     gates[0].open()
     asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
+    assert len(cancelled_in) == 1 and cancelled_in[0].startswith("graft-engine")
     assert not engine.target.pool.is_in_use
 
 

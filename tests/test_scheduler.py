@@ -67,6 +67,8 @@ def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kin
             pieces = ["".join(u.text for u in request.updates if u.index == i) for i in range(options["n"])]
             assert pieces == [sequence.text.text for sequence in request.job.sequences]
             assert sum(len(u.ids) for u in request.updates) == sum(s.stats.tokens for s in request.job.sequences)
+            plain = [sequence for sequence in request.job.sequences if not sequence.speculates]
+            assert not any(sequence.stats.nodes for sequence in plain), "decoded plainly, whoever is beside them"
 
 
 @pytest.mark.parametrize("with_head", [False, True])
