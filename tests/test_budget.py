@@ -316,6 +316,18 @@ def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
     assert seconds.at(16) < 1.2 * 10, "a hiccup"
 
 
+def test_measured_sizes_are_not_tried_for_their_own_sake_until_the_machine_has_changed():
+    step = StepCost(GRID, usual_shape("cuda"))
+    known = torch.linspace(1.0, 2.0, len(GRID)).double()
+    step.restore({"step_sizes": torch.tensor(GRID), "step_seconds": known})
+    for _ in range(300):
+        step.observe(GRID[2], float(known[2]))
+    assert [step.seconds(size) for size in GRID] == pytest.approx(known.tolist(), rel=0.05)
+    for _ in range(300):
+        step.observe(GRID[2], 2 * float(known[2]))
+    assert step.seconds(GRID[-1]) < 0.8 * 2 * known[-1], "now it may have become less slow than others"
+
+
 # Draft passes
 
 

@@ -158,17 +158,18 @@ class PathCalibration:
         self._update()
 
 
-def _falling_ratios(counts: Sequence[tuple[float, float]]) -> list[float]:
+def _falling_ratios(counts: Sequence[Sequence[float]]) -> list[float]:
     """Accepted / expected by power of two, from (expected, accepted), fitted so that no ratio is above the one before.
 
     Neighbours in the wrong order are counted together (isotonic regression). Each ratio starts from the one before it.
     """
     pooled: list[tuple[float, float, int]] = []  # expected, accepted, and number of powers
     for expected, accepted in counts:
-        last = (expected, accepted, 1)
-        while pooled and pooled[-1][1] * last[0] <= last[1] * pooled[-1][0]:
-            last = tuple(map(sum, zip(pooled.pop(), last, strict=True)))
-        pooled.append(last)
+        size = 1
+        while pooled and pooled[-1][1] * expected <= accepted * pooled[-1][0]:
+            more_expected, more_accepted, more = pooled.pop()
+            expected, accepted, size = expected + more_expected, accepted + more_accepted, size + more
+        pooled.append((expected, accepted, size))
     ratio, ratios = 1.0, []
     for expected, accepted, size in pooled:
         ratio = (accepted + _PATH_PRIOR * ratio) / (expected + _PATH_PRIOR)

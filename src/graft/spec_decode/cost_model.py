@@ -111,7 +111,7 @@ class StepCost:
                     self._counts[place] = 1
                 more = (HASTE if is_stale else 1) * OPTIMISM / (1 + self._counts[place])
                 # A size that was far slower than others may have been slow only then.
-                most = limit + (max(self._corrections[place] - usual, 0.0) if is_stale else 0.0)
+                most = limit + (max(self._correction(place) - usual, 0.0) if is_stale else 0.0)
                 self._optimism[place] = max(self._optimism[place] - more, -most)
         self._optimism[at] = 0.0
         error = math.log(seconds / self._at(self._unbiased, num_tokens))
