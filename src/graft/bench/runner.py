@@ -77,7 +77,7 @@ class Variant:
         if self.method.num_setups:
             self.method.restore(self.memory)
             self.method.answer([question.ids for question in questions], settings)
-            longest = max(len(question.ids) for question in questions) + settings.max_new_tokens
+            longest = max(len(question.ids) for question in questions) + (settings.max_new_tokens or 0)
             self.method.capture(len(questions), longest, settings)
 
     def answer(self, questions: Sequence[Question], settings: SamplingSettings) -> list[Sample]:
