@@ -48,7 +48,7 @@ TRAINING: Group = {
     "seed": _training(int, "Fixes the order of the answers.", "0"),
 }
 EAGLE3: Group = {
-    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "99.4 % of the answers' tokens"),
+    "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "98 % of the answers' tokens"),
     "norm_before_residual": _eagle3(
         bool,
         "Add the layer's output to the normed hidden state, or to the hidden state itself, as SGLang expects.",
