@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
+from transformers import LlamaConfig
 
 import graft.integrations.sglang
 from graft.integrations.sglang import fallback, release
@@ -163,7 +164,7 @@ class EagleDraftWorker:
         self.server_args, self.target_worker = server_args, target_worker
         self.topk, self.speculative_num_steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[target_worker.head_name]))
+        config = SimpleNamespace(hf_config=LlamaConfig(architectures=[target_worker.head_name]))
         self.draft_runner = SimpleNamespace(model_config=config, tp_group=None, attn_backend="first extend")
         self.draft_tp_context = lambda group: nullcontext()
         self.draft_attn_backend = self.draft_runner.draft_attn_backend = "first draft"

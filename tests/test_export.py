@@ -23,9 +23,9 @@ SHAPE = {
 }
 
 
-def saved_head(folder):
+def saved_head(folder, **changes):
     torch.manual_seed(0)
-    head = eagle3.Eagle3Head(eagle3.Eagle3Config(**SHAPE, target_layers=(2, 5, 7)))
+    head = eagle3.Eagle3Head(eagle3.Eagle3Config(**SHAPE, target_layers=(2, 5, 7), **changes))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     head.t2d.zero_()[:20] = True
@@ -49,6 +49,14 @@ def test_an_exported_head_has_the_engines_names_and_the_same_weights(engine, arc
     assert again.config == head.config
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_head_that_sglang_would_compute_differently_is_not_exported_to_it(tmp_path):
+    saved_head(tmp_path / "head", norm_before_residual=True)
+    with pytest.raises(GraftError, match="SGLang does not know this head's normed residual"):
+        export_head(tmp_path / "head", tmp_path / "out", "sglang", "owner/target", TARGET)
+    assert not (tmp_path / "out").exists()
+    export_head(tmp_path / "head", tmp_path / "out", "vllm", "owner/target", TARGET)
 
 
 def test_the_card_has_the_command_the_figures_and_how_the_head_was_trained(tmp_path):

@@ -79,7 +79,9 @@ def test_flags_and_settings_that_do_not_fit_are_refused(flags, settings, message
 
 
 def test_a_head_must_name_the_class_that_sglang_loads_it_with(tmp_path):
-    check_head(["LlamaForCausalLMEagle3"])
+    check_head({"architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": False})
+    with pytest.raises(GraftError, match="does not know the head's normed residual"):
+        check_head({"architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": True})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(GraftError, match=r'must say "architectures": .*it names LlamaForCausalLM$'):
         check_server(sglang_double.server_args(speculative_draft_model_path=str(tmp_path)), SGLangSettings())

@@ -72,6 +72,10 @@ def export_head(
     dtype = _dtype(source)
     if kind == "eagle3":
         own = eagle3.load_head(source, target, dtype, "cpu")
+        require(
+            engine != "sglang" or not own.config.norm_before_residual,
+            "SGLang does not know this head's normed residual: train one with --plain-residual, or export to vllm",
+        )
         verifier = {"name_or_path": model, "architectures": list(target.architectures or [])}
         eagle3.save_head(own, _new_folder(folder), ENGINES[engine], _named(engine, verifier))
         about, drafts = f"One decoder layer, {own.config.draft_vocab_size:,} draft tokens", 5

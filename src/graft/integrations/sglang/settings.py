@@ -93,10 +93,10 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
     config = Path(str(server_args.speculative_draft_model_path)) / "config.json"
     if config.is_file():  # a head on the hub is checked after loading
         try:
-            architectures = tuple(json.loads(config.read_text(encoding="utf-8")).get("architectures") or ())
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            facts = dict(json.loads(config.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
             raise GraftError(f"cannot read {config}: {' '.join(str(error).split())}") from error
-        check_head(architectures)
+        check_head(facts)
 
 
 class TreeSize(NamedTuple):
@@ -180,9 +180,14 @@ def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
     return found
 
 
-def check_head(architectures: Sequence[str]) -> None:
-    """Refuse a head that SGLang would not load as an EAGLE-3 head."""
-    named = ", ".join(architectures) or "nothing"
+def check_head(config: Mapping[str, Any]) -> None:
+    """Refuse a head that SGLang would not load as an EAGLE-3 head, or would compute differently."""
+    require(
+        not config.get("norm_before_residual"),
+        "SGLang does not know the head's normed residual (norm_before_residual): train one with --plain-residual",
+    )
+    architectures = config.get("architectures") or []
+    named = ", ".join(map(str, architectures)) or "nothing"
     require(
         list(architectures) == [HEAD],
         f'the head\'s config.json must say "architectures": ["{HEAD}"], by which SGLang knows an EAGLE-3 head; '

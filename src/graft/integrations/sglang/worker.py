@@ -49,7 +49,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
-        check_head(self.draft_runner.model_config.hf_config.architectures or ())
+        check_head(self.draft_runner.model_config.hf_config.to_dict())
         self._group = release.current().group()
         args_of, tables, kv = self.server_args, self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator
         self._tables = tables
