@@ -377,6 +377,15 @@ def test_gains_of_draft_passes_are_restored_from_a_state_and_reset():
     assert torch.equal(other.state()["gain"], PassGains(2).state()["gain"])
 
 
+def test_one_round_does_not_replace_restored_gains_even_of_passes_that_were_not_made_for_long():
+    passes = PassGains(1)
+    for _ in range(300):
+        passes.observe([], [0.5])
+    passes.restore({"gain": torch.tensor([0.4])})
+    passes.observe([1.0], [0.5, 0.5])
+    assert passes.state()["gain"].item() == pytest.approx(0.4 * 0.95)
+
+
 @pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.7, False)])
 def test_a_pass_is_made_if_what_it_brings_all_rows_is_worth_its_time(seconds, pays):
     budget = Budget(StepCost(GRID, usual_shape("cuda")), 1, 0.0)

@@ -1,5 +1,6 @@
 """GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
+import errno
 import struct
 
 import gguf
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from graft.errors import ModelError
 from graft.hub.convert import convert_gguf
 from graft.hub.draft_names import is_here
 from graft.hub.pull import convert_once
@@ -143,6 +145,7 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(tm
     other = converted(tmp_path / "other" / "tiny.gguf", b"other")
     longer = converted(tmp_path / "mine" / "tiny-0123456789ab.gguf", b"longer name")
     older = converted(mine, b"older")
+    monkeypatch.setattr("platform.node", lambda: "a new container")
     newer = converted(mine, b"newer one")
     assert newer == older and (newer / "weights").read_bytes() == EMPTY + b"newer one"
     assert {path for path in models.iterdir() if not path.name.startswith(".")} == {other, longer, newer}
@@ -176,6 +179,12 @@ def test_a_gguf_file_is_a_draft_model(tmp_path, monkeypatch, graft):
     assert (gone.status, gone.err) == (2, f"error: no drafter at {file}: there is no such file\n")
 
 
+def _with_an_unknown_quantization(content):
+    name = b"output_norm.weight"
+    kind = content.index(name) + len(name) + 4 + 8  # behind the number of dimensions, which is 1, and its size
+    return content[:kind] + struct.pack("<I", 999) + content[kind + 4 :]
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -184,8 +193,9 @@ def test_a_gguf_file_is_a_draft_model(tmp_path, monkeypatch, graft):
         (lambda content: b"text" + content, "is not a GGUF file: it does not begin with the letters GGUF"),
         (lambda content: content[:4] + b"\xff" * 4 + content[8:], "is damaged or cut off; copy it again"),
         (lambda content: content[:8] + b"\xff" * 8 + content[16:], "is damaged or cut off; copy it again"),
+        (_with_an_unknown_quantization, "has a quantization that the gguf package does not know; update it"),
     ],
-    ids=["header", "last tensor", "other file", "version", "number of tensors"],
+    ids=["header", "last tensor", "other file", "version", "number of tensors", "quantization"],
 )
 def test_a_cut_or_damaged_gguf_file_is_one_line_before_any_conversion_and_leaves_nothing(
     tmp_path, monkeypatch, graft, damage, words
@@ -199,3 +209,16 @@ def test_a_cut_or_damaged_gguf_file_is_one_line_before_any_conversion_and_leaves
     assert result.status == 2 and result.err.startswith(f"error: {file} ") and words in result.err
     assert len(result.err.splitlines()) == 1
     assert not list((tmp_path / "home" / "models").iterdir())
+
+
+def test_a_gguf_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "secret.gguf"
+    file.write_bytes(EMPTY)
+
+    def refuse(*given):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(ModelError, match=r"^cannot read .*secret\.gguf: Permission denied$"):
+        convert_once(file)

@@ -24,6 +24,7 @@ from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner
+from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
@@ -338,6 +339,15 @@ def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_d
         of_rounds = sorted((key[1], *key[-3:-1]) for key in graphs if key[0] != "step" and key[-3] > 1)
         assert of_rounds == list(itertools.product(("finish", "propose"), (8, 16, 64), (64, 128)))
         assert engine.num_setups == len(graphs)
+
+
+@pytest.mark.parametrize("budget", [7, 60])
+def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows(on_device, monkeypatch, budget):
+    monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
+    rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
+    for num_rows in range(5, 9):
+        plan = rounds.controller.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, 0), 0)
+        assert plan.tokens in rounds._planned_sizes(8)
 
 
 def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):

@@ -25,7 +25,7 @@ from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, re
 from graft.train.packing import PackedBatch
 from graft.train.trainer import optimize, split_by_prompt
 from heads import make_head, plain_draft
-from tiny import VOCAB, tiny_model
+from tiny import VOCAB, tiny_model, tiny_multimodal
 
 SETTINGS = Eagle3Settings(
     steps=12,
@@ -115,6 +115,12 @@ def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):
         assert torch.equal(one.tokens, other.tokens)
     with pytest.raises(GraftError, match="other settings"):
         write_answers(target, prompts(), [], replace(settings, max_new_tokens=11), tmp_path / "a")
+
+
+def test_the_layers_of_every_target_are_compiled_wherever_it_keeps_them():
+    model = tiny_multimodal("gemma3")
+    packing.compile_layers(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.base_model.language_model.layers)
 
 
 @pytest.mark.slow

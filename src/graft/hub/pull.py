@@ -10,7 +10,6 @@ import errno
 import hashlib
 import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -45,8 +44,8 @@ def pull(name: str, force: bool = False) -> Path:
 
 def convert_once(gguf: Path) -> Path:
     """The folder of a GGUF file's converted model, made on first use and again when the file changes."""
-    # Machines that share GRAFT_HOME may have different files at the same path.
-    place = hashlib.sha256(f"{platform.node()}:{gguf.resolve()}".encode()).hexdigest()[:_DIGITS]
+    # By path alone: every new container has another host name, and would convert the file again.
+    place = hashlib.sha256(str(gguf.resolve()).encode()).hexdigest()[:_DIGITS]
     folder, facts = model_folder(f"{gguf.stem}-{place}"), gguf.stat()
     version = f"{facts.st_size} bytes, {facts.st_mtime_ns}"
     _make_once(folder, lambda: _convert(gguf, folder, version), lambda: version_of(folder) == version)
@@ -91,12 +90,18 @@ def _num_weights(gguf: Path) -> int:
     """
     from gguf import GGUFReader
 
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"{gguf} is not a GGUF file: it does not begin with the letters GGUF")
+    try:
+        with gguf.open("rb") as file:
+            letters = file.read(4)
+    except OSError as error:
+        raise ModelError(f"cannot read {gguf}: {error.strerror}") from error
+    if letters != b"GGUF":
+        raise ModelError(f"{gguf} is not a GGUF file: it does not begin with the letters GGUF")
     try:
         return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
     except Exception as error:  # NumPy raises many kinds for bytes that are missing
+        if "GGMLQuantizationType" in str(error):
+            raise ModelError(f"{gguf} has a quantization that the gguf package does not know; update it") from error
         raise ModelError(f"{gguf} is damaged or cut off; copy it again") from error
 
 

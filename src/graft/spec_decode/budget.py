@@ -86,7 +86,7 @@ class PassGains:
         """Restore from `state`, perhaps for trees of another depth; missing values start anew."""
         known = state["gain"].tolist() if "gain" in state else []
         count = len(self._gain)
-        self._gain = (known + [_GAIN] * count)[:count]
+        self._gain, self._counts = (known + [_GAIN] * count)[:count], [float(_STEADY)] * count
 
 
 class PassGainsByKind:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model import evaluating
+from graft.model.decoder_layers import layers_of
 from graft.train.generate_data import Answered
 from graft.train.trainer import Batches, TrainSettings
 
@@ -132,8 +133,7 @@ def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., An
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer of the target, for batches of one shape. All layers share what is compiled."""
-    layers: Any = model.base_model.layers
-    for layer in layers:
+    for layer in layers_of(model):
         layer.compile(dynamic=False)
 
 
