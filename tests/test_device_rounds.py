@@ -332,7 +332,7 @@ def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_d
         monkeypatch.setattr(f"graft.engine.device_rounds.DeviceRounds.{name}", lambda *given: None)
     engine = Engine(tiny_model("llama").to(DEVICE), policy="graft")
     for _ in range(2):
-        engine.capture_rounds(1, 100, SamplingSettings())
+        engine.capture_rounds(1, 40, SamplingSettings())  # a round in flight may add tokens beyond the first context
         graphs = list(engine.target._graphs.steps)
         sizes_and_contexts = sorted(key[2:] for key in graphs if key[0] == "step")
         assert sizes_and_contexts == list(itertools.product((1, 8, 16, 64), (64, 128)))

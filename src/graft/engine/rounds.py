@@ -270,6 +270,8 @@ class Rounds:
         max_rows: that are decoded together. longest: tokens of the longest text. settings: of all rows.
         """
         if self.device_rounds is not None:
+            # The host does not know yet what the round in flight adds.
+            longest += self.device_rounds.max_new_tokens
             self.device_rounds.warm_up(max_rows, [Choice.of(settings)], longest)
 
     @property

@@ -113,7 +113,7 @@ class Grafter:
         return candidates.ranked(total, caps, self._path_ratios)
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool], kinds: list[int]) -> list[bool]:
-        """By row: whether further draft passes are expected to pay.
+        """By row: whether the next draft pass is expected to pay.
 
         num_done: passes so far. reach: by row, the probability that one of its beams is accepted. kinds: of rows.
         """
