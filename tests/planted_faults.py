@@ -384,8 +384,8 @@ _FAULTS = r"""
 = src/graft/spec_decode/calibration.py
 ! test_learning.py::test_overestimated_paths_count_for_less
 # calibration: what came is divided the wrong way round
--ratio = (accepted + _PATH_PRIOR * ratio) / (expected + _PATH_PRIOR)
-+ratio = (expected + _PATH_PRIOR * ratio) / (accepted + _PATH_PRIOR)
+-ratio = (accepted + _PATH_PRIOR * before) / (expected + _PATH_PRIOR)
++ratio = (expected + _PATH_PRIOR * before) / (accepted + _PATH_PRIOR)
 # calibration: paths are counted with those twice as likely
 -powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)
 +powers = np.clip(-np.frexp(tree)[1] - 1, 0, _NUM_POWERS - 1)

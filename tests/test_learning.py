@@ -372,12 +372,16 @@ def test_overestimated_paths_count_for_less():
         calibration.observe(paths, [first, second if number % 2 else first])
     ratios = calibration.ratios
     assert ratios[0] == pytest.approx(1.0, abs=0.1)
-    assert ratios[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is an eighth to a sixteenth"
+    assert ratios[2] == ratios[0] and ratios[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is a sixteenth to an eighth"
     assert ratios[5] == ratios[3], "of what never was, the best guess is that of the next likelier"
     assert ratios[9] < ratios[5]
     other = PathCalibration()
     other.restore(calibration.state())
     assert other.ratios == ratios
+    others = {name: torch.zeros(len(ratios)).double() for name in ("hoped", "came")}
+    others["hoped"][:2], others["came"][:2] = torch.tensor([1.0, 100.0]), torch.tensor([1.5, 140.0])
+    other.restore(others)
+    assert 1 < other.ratios[1] <= other.ratios[0], "no ratio is above that of likelier nodes, also if all are above 1"
     other.restore({})
     assert set(other.ratios) == {1.0}
 

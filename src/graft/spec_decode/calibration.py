@@ -170,8 +170,9 @@ def _falling_ratios(counts: Sequence[Sequence[float]]) -> list[float]:
             more_expected, more_accepted, more = pooled.pop()
             expected, accepted, size = expected + more_expected, accepted + more_accepted, size + more
         pooled.append((expected, accepted, size))
-    ratio, ratios = 1.0, []
+    ratios: list[float] = []
     for expected, accepted, size in pooled:
-        ratio = (accepted + _PATH_PRIOR * ratio) / (expected + _PATH_PRIOR)
-        ratios += [ratio] * size
+        before = ratios[-1] if ratios else 1.0
+        ratio = (accepted + _PATH_PRIOR * before) / (expected + _PATH_PRIOR)
+        ratios += [min(ratio, before) if ratios else ratio] * size
     return ratios
