@@ -421,7 +421,7 @@ def test_turns_that_differ_widen_the_interval_and_are_the_noise_of_plain_decodin
     assert quiet.environment["plain_noise"] == 0
     assert noisy.environment["plain_noise"] == pytest.approx(0.5)
     assert notes_on(noisy) == [
-        "No verdict on speeds: turns of plain decoding differed by 50% from their middle, so the machine was too busy."
+        "No verdict on speeds: plain decoding varied by ±50% from turn to turn, so the machine was too busy."
     ]
     once = summary_of(Timed("off", [1.0] * 2), tasks={"one": 2})
     assert once.environment["plain_noise"] is None
@@ -517,7 +517,8 @@ def test_results_are_written_after_every_task(
     assert graft_tiny("bench", *data, "--methods", "off", "--out", str(out)).status == 130
     assert [run["task"] for run in json.loads((out / "results.json").read_text())["runs"]] == ["first"]
     assert (
-        "This run was cut, or is not over: 1 of 2 tasks are here, without second." in (out / "report.html").read_text()
+        "This run was stopped or is still running: 1 of 2 tasks are done, without second."
+        in (out / "report.html").read_text()
     )
 
 
@@ -528,9 +529,9 @@ def test_rows_and_states_reach_the_run(graft_tiny: Run, data: list[str], tmp_pat
     words = ["--methods", "off,graft", "--rows", "2", "--warmup", str(warmup), "--state", "cold", "--state", "warm"]
     result = graft_tiny("bench", *data, *words, "--out", str(out))
     assert result.status == 0
-    assert "2 prompts decode together: times are of the whole batch." in result.out
+    assert "2 prompts decode together: times are those of the whole batch." in result.out
     results = json.loads((out / "results.json").read_text())
     assert (results["settings"]["rows"], results["settings"]["warmup"]) == (2, "lessons")
     assert results["settings"]["warmup_prompts"] == 1, "those of the run are left out"
     assert "prompts are left out: they are in the run already" in result.err
-    assert "times are of the whole batch" in (out / "report.html").read_text()
+    assert "times are those of the whole batch" in (out / "report.html").read_text()

@@ -79,7 +79,7 @@ def test_slots_cannot_be_chosen_against_the_config(tmp_path):
     assert not load(tmp_path, slots="in-place").config.shifted
     with pytest.raises(GraftError, match="it says that the slots are not shifted: leave the choice to it"):
         load(tmp_path, slots="shifted")
-    with pytest.raises(GraftError, match="slots 'left' are not known: in-place, shifted"):
+    with pytest.raises(GraftError, match="slots must be in-place or shifted, not 'left'"):
         load(tmp_path, slots="left")
 
 

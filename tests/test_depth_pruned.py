@@ -236,7 +236,7 @@ def test_the_layers_that_stay_make_up_for_the_others_and_the_target_stays_as_it_
 @pytest.mark.parametrize("count", [0, 6, 7])
 def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
     recipe = DepthPrunedRecipe(SETTINGS, count)
-    with pytest.raises(GraftError, match=f"layers must be from 1 to 5, as the model has 6, not {count}"):
+    with pytest.raises(GraftError, match=f"layers must be from 1 to 5, not {count}: the model has 6"):
         recipe.prepare(Run(Engine(model, policy="off"), texts(), tmp_path, lambda report: None, math.inf))
 
 

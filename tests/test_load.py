@@ -112,7 +112,7 @@ def test_a_folder_of_a_peft_adapter_says_to_merge_it_as_model_and_as_drafter(fol
 
 @pytest.mark.parametrize("name", ["gpu", "GPU:0", "warp"])
 def test_a_device_that_torch_does_not_know_is_answered_with_those_to_say(folder, name):
-    with pytest.raises(GraftError, match=rf"^device '{name}' is not usable here: say auto, cpu, cuda, or cuda:1 for"):
+    with pytest.raises(GraftError, match=rf"^device '{name}' cannot be used here: choose auto, cpu, cuda, or cuda:1"):
         graft.load(str(folder), device=name)
 
 

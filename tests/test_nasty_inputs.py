@@ -70,7 +70,7 @@ LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
     ({"profile": "/nowhere.safetensors"}, "cannot be read as a profile"),
     ({"profile": 7}, "profile must be a path"),
     ({"datastore": "/nowhere"}, "holds no index"),
-    ({"datastore": "/nowhere", "policy": "off"}, "retrieves from no datastore"),
+    ({"datastore": "/nowhere", "policy": "off"}, "uses no datastore"),
     ({"exact": True}, "exact steps need"),
 ]
 GENERATE = [  # a prompt, options, words of the error

@@ -182,7 +182,7 @@ def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_f
     tuned.save(path)
     rewritten(path, {"format": "graft-profile-0"})
     engine = engine_for(head=0)
-    with pytest.raises(GraftError, match="holds no profile that this version reads"):
+    with pytest.raises(GraftError, match="is not a profile of this version of Graft"):
         equip(engine, path)
     equip(engine, "auto")
     assert not recwarn.list
@@ -198,7 +198,7 @@ def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_i
     Profile(tuned.about, state, tuned.costs).save(path)
     engine = engine_for(head=0)
     new = engine.policy.state()
-    with pytest.raises(GraftError, match="is no whole profile"):
+    with pytest.raises(GraftError, match="is an incomplete profile"):
         equip(engine, path)
     assert same(engine.policy.state(), new)
 

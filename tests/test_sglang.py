@@ -279,7 +279,7 @@ def test_what_fails_costs_a_rounds_tree_and_is_logged_once(sglang, monkeypatch, 
     check_texts(requests)
     assert counts["failures"] > 10 and sglang.num_own_trees > 0
     messages = [record.message for record in caplog.records]
-    assert len(messages) == len(set(messages)) and all("SGLang goes on without it" in each for each in messages)
+    assert len(messages) == len(set(messages)) and all("SGLang continues without it" in each for each in messages)
     assert any("planted" in str(record.exc_info[1]) for record in caplog.records)
 
 

@@ -36,7 +36,7 @@ class Candidate:
 
     decoder: str
     token: int | None  # None: its answer had ended
-    logit: float | None  # by a plain forward over the text before
+    logit: float | None  # from a plain forward over the text before it
     # The number whose maximum a decoder takes: the logit after penalties, temperature and truncation, plus the noise of
     # a draw. None: the settings exclude the token.
     score: float | None
@@ -135,6 +135,6 @@ def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:
     """Whether the tokens must equal transformers': only in fp32, because lower precisions round differently.
 
-    Not with stop strings: transformers ends an answer after the token that completes one.
+    With stop strings they need not: transformers ends an answer after the token that completes the string.
     """
     return not settings.stop and engine.target.model.dtype == torch.float32

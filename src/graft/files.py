@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, even if their writer is killed or another writes at the same time."""
+"""Atomic files: complete or absent, even if their writer is killed or another one writes at the same time."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the place of `path` in one step at the end; if writing fails, it is removed.
+    """A new file to write. It replaces `path` in one step at the end; if writing fails, it is removed.
 
-    Each writer has a file of its own beside `path`, so that several do not mix; the last one stays. What killed writers
-    of `path` have left is removed first. is_private: only the user can read it.
+    Each writer has a file of its own beside `path`, so several writers do not mix: the last one to finish wins. Files
+    that killed writers of `path` left behind are removed first. is_private: only the user can read the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partial_files(path.parent, f".{path.name}.")
     file, partial = _new_file(path, 0o600 if is_private else 0o666)
-    with file:  # closed last: until then its lock keeps others from removing it
+    with file:  # closed last: until then, the lock keeps other processes from removing it
         try:
             yield file
             file.flush()
@@ -55,14 +55,14 @@ def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
 
 
 def remove_partial_files(folder: Path, beginning: str = "") -> None:
-    """Removes files of this user that `replacing` has left because its process was killed.
+    """Remove this user's files that `replacing` left behind when its process was killed.
 
-    A writer holds a lock on its file, which ends with the process: a file that nobody holds is nobody's any more.
+    A writer locks its file, and the lock ends with its process. So an unlocked file has no writer any more.
     """
     for path in folder.glob("*"):
         if not (path.name.startswith(beginning) and path.name.endswith(_ENDING)):
             continue
-        with suppress(OSError):  # another process has removed it, or writes it; or it is no file
+        with suppress(OSError):  # another process has removed it or is writing it, or it is not a file
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,10 +79,10 @@ def _new_file(path: Path, mode: int) -> tuple[BinaryIO, Path]:
         file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process takes it for one that was left, and removes it
+        except BlockingIOError:  # another process takes it for an abandoned file, and removes it
             file.close()
             continue
-        except OSError:  # a file system without locks, on which nothing is taken for left
+        except OSError:  # a file system without locks, where no file is taken for abandoned
             return file, partial
         if partial.exists():
             return file, partial

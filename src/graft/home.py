@@ -1,4 +1,4 @@
-"""Places of models: folders under GRAFT_HOME, where Graft keeps models and profiles, GGUF files and hub ids."""
+"""Where models are: GRAFT_HOME, where Graft keeps models and profiles; GGUF files; hub ids."""
 
 import os
 import re

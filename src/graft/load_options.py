@@ -21,7 +21,7 @@ def check_load_options(
     """Raise a GraftError for a model, policy, budget or datastore that `load` could not use."""
     require_known("policy", policy, policies)
     PolicySettings(budget)  # checks the budget
-    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
+    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} uses no datastore: leave it out")
     if datastore is not None:
         read_header(Path(datastore))
     check_model_name(model)

@@ -56,14 +56,14 @@ def load(
     by its name or by its folder. None: no drafter.
     draft_tokenizer: of a small model in memory; without one, its vocabulary must be the target's.
     policy: see `graft.spec_decode.policies`.
-    budget: nodes that a round verifies; None: the policy decides, and graft takes what pays on this machine.
+    budget: nodes that a round verifies; None: the policy decides, and graft takes as many as pay on this machine.
     profile: a file that `graft tune` saved; auto: the one of this model, head and machine, or the packaged head's;
     None: start with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
-    isolated: a text learns only from itself and from texts of the same `Sequence.owner`, which a server sets; not from
-    other texts or a profile's texts.
-    exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
-    slower. See docs/exactness.md.
+    isolated: a text learns only from itself and from texts with the same `Sequence.owner`, which a server sets. It does
+    not learn from other texts or from a profile's texts.
+    exact: on a GPU, a token has the same bits in any batch; a GraftError says why if that is impossible. Large batches
+    are slower. See docs/exactness.md.
     prefix_cache: a prompt that begins like an earlier text of this engine is prefilled only from where it differs.
     None: only for models loaded here by name, because the weights of a model in memory may change.
     keep_learned: store what policy graft learns in GRAFT_HOME for later processes, in a file of this user's own; only
@@ -72,7 +72,7 @@ def load(
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
     _check_names(model, draft, policy, budget, datastore, profile)
-    require(not (keep_learned and isolated), "isolated texts cannot keep what is learned: drop keep_learned")
+    require(not (keep_learned and isolated), "what isolated texts teach cannot be kept: drop keep_learned")
     name = None
     if isinstance(model, str):
         from graft.hub.load import load_model
@@ -145,11 +145,11 @@ def pick_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:  # torch would list every device that it was ever built for
         known = "auto, cpu, cuda, or cuda:1 for the second GPU"
-        raise GraftError(f"device {name!r} is not usable here: say {known}") from error
+        raise GraftError(f"device {name!r} cannot be used here: choose {known}") from error
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise GraftError(f"device {str(name)!r} is not usable here: {str(error).splitlines()[0]}") from error
+        raise GraftError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
 
 

@@ -55,8 +55,8 @@ def processors(engine: Engine, settings: SamplingSettings, num_prompt_tokens: in
     """Processors that turn logits into scores whose maximum is the next token, in the order of transformers.
 
     transformers has no presence and frequency penalties; here they come after the repetition penalty. Differences from
-    Graft's sampler are possible only at the edge of a truncation: transformers' top-k keeps all tokens equal to the
-    last one, Graft's keeps exactly k; and top-p sums are rounded in another order.
+    Graft's sampler are possible only at the edge of a truncation. transformers' top-k keeps all tokens that equal the
+    last one, Graft's keeps exactly k. And the two round the sums of top-p in different orders.
     """
     s, endings = settings, _endings(engine, settings)
     chain: list[LogitsProcessor] = []

@@ -83,15 +83,15 @@ def html(results: Results) -> str:
 
 
 def notes_on(results: Results) -> list[str]:
-    """The caveats to print beside results: cut, batched or noisy runs."""
+    """The caveats to print beside results: incomplete, batched or noisy runs."""
     settings = results.settings
     notes = []
     there = {run.task for run in results.runs}
     if missing := [task for task in settings.get("tasks", {}) if task not in there]:
-        words = f"{len(there)} of {len(there) + len(missing)} tasks are here"
-        notes.append(f"This run was cut, or is not over: {words}, without {', '.join(missing)}.")
+        words = f"{len(there)} of {len(there) + len(missing)} tasks are done"
+        notes.append(f"This run was stopped or is still running: {words}, without {', '.join(missing)}.")
     if (rows := settings.get("rows", 1)) > 1:
-        notes.append(f"{rows} prompts decode together: times are of the whole batch.")
+        notes.append(f"{rows} prompts decode together: times are those of the whole batch.")
     if setups := [f"{label(run)} {run.setups}" for run in results.averages if run.setups]:
         notes.append(f"CUDA graphs were captured while answers were timed: {', '.join(setups)}.")
     if all(run.speedup is None for run in results.averages):
@@ -101,11 +101,11 @@ def notes_on(results: Results) -> list[str]:
         notes.append("Each answer was timed once, so the machine's noise is not known: --repeat 3 measures it.")
     elif noise > MAX_NOISE:
         notes.append(
-            f"No verdict on speeds: turns of plain decoding differed by {noise:.0%} from their middle, so the machine "
-            "was too busy."
+            f"No verdict on speeds: plain decoding varied by ±{noise:.0%} from turn to turn, so the machine was too "
+            "busy."
         )
     else:
-        notes.append(f"Turns of plain decoding differed by {noise:.0%} from their middle: that is the machine's noise.")
+        notes.append(f"Plain decoding varied by ±{noise:.0%} from turn to turn: that is the machine's noise.")
     return notes
 
 

@@ -119,7 +119,7 @@ class Summary:
         return Results(list(self._runs), [self._average(key) for key in keys], settings, environment)
 
     def _plain_noise(self) -> float | None:
-        """How far turns of plain decoding differ from their middle; None if there was only one."""
+        """Half the range of plain decoding's turns, relative to their middle; None if there was only one turn."""
         if self._plain_seconds is None or len(self._plain_seconds) < 2:
             return None
         low, high = self._plain_seconds.min(), self._plain_seconds.max()

@@ -30,9 +30,9 @@ DECODING: Group = {
     "min_p": _decoding(float, "Drop tokens less likely than P times the likeliest.", "0"),
     "seed": _decoding(int, "The same seed gives the same text.", "0"),
     "repeat": _decoding(
-        int, "Turns: times that each prompt is answered. From 2 on, intervals know the machine's noise.", "1"
+        int, "Turns: times that each prompt is answered. From 2 on, intervals include the machine's noise.", "1"
     ),
-    "rows": _decoding(int, "Batch size. Prompts of a batch do not learn from each other; times are the batch's.", "1"),
+    "rows": _decoding(int, "Batch size. Prompts of a batch do not learn from each other and share its time.", "1"),
 }
 HEADS: Group = {
     "draft": _model(
@@ -90,7 +90,8 @@ def bench(
 
     --as-cost-of SHAPE makes a Llama as slow as a larger one without changing its text: see docs/measuring.md.
 
-    --state cold forgets everything before each prompt, warm keeps what --warmup taught, persistent learns on.
+    --state cold forgets everything before each prompt. warm starts each prompt with what --warmup taught. persistent
+    keeps learning from prompt to prompt.
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """

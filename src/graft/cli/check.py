@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graft.model.sampler import SamplingSettings
 
 _BUDGET = 16  # nodes of every tree
-_TOKENS_PER_ACCEPTED = 20  # at least one token in so many must come from a tree
+_TOKENS_PER_ACCEPTED = 20  # at least one token in 20 must come from a tree
 
 
 @takes(loading=LOADING, sampling=SAMPLING)
@@ -33,8 +33,8 @@ def check(
     min_accepted: Annotated[
         int | None,
         typer.Option(
-            help="Fail if fewer tokens are accepted from trees. [dim]\\[default: one for every 20 tokens; 0 with "
-            "--policy off][/]",
+            help="Fail if fewer than N tokens are accepted from trees. [dim]\\[default: one for every 20 tokens; 0 "
+            "with --policy off][/]",
             metavar="N",
         ),
     ] = None,
@@ -49,14 +49,14 @@ def check(
 
     In fp32 and without --stop, the answers are also compared with those of transformers' generate.
 
-    Every round verifies a tree of 16 nodes, also where trees do not pay on this machine; --budget N changes that.
+    Every round verifies a tree of 16 nodes, even if trees do not pay on this machine; --budget N changes that.
 
     Exits with 1 if an answer differs, unless the model scores both tokens exactly equal. Exits with 1 too if so few
     tokens were accepted from trees that the comparison says little about speculation.
 
     [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
     """
-    require(min_accepted is None or min_accepted >= 0, f"--min-accepted must not be negative, not {min_accepted}")
+    require(min_accepted is None or min_accepted >= 0, f"--min-accepted must be at least 0, not {min_accepted}")
     settings = sampling_settings(sampling)
     files = {path: read_prompts(path, limit) for path in data}
     is_plain = loading.get("policy") == "off"

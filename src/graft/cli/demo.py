@@ -53,7 +53,7 @@ def demo(*, loading: Given) -> None:
         console.print(f"Not the same: {', '.join(different)}.", style="bold red")
         console.print(
             "In fp32 that is a bug in Graft. In bf16 and fp16, steps of different width round differently: try --dtype "
-            "fp32. graft check shows where the texts part, and the scores of both tokens there."
+            "fp32. graft check shows where the texts diverge, and the scores of both tokens there."
         )
         raise typer.Exit(1)
     speed = speed_of([race.turn for race in races.values()])

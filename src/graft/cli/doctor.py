@@ -68,8 +68,8 @@ def doctor(
     _print_line("measured", f"{speed.ratio:.2f} times plain decoding, by prompt {each}")
     _print_line(
         "noise",
-        f"give or take {speed.noise:.2f}: so far do plain runs before and after Graft ({speed.before:.1f} s and "
-        f"{speed.after:.1f} s) differ from their mean, at least {MIN_NOISE}",
+        f"give or take {speed.noise:.2f}: plain runs before and after Graft ({speed.before:.1f} s and "
+        f"{speed.after:.1f} s) differ that much from their mean; at least {MIN_NOISE} is assumed",
     )
     if speed.doubt is not None:
         _print_line("verdict", f"none: {speed.doubt}")

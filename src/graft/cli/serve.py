@@ -67,8 +67,8 @@ SERVING: Group = {
     "max_batched_tokens": _limit(int, "Tokens per step, prefill and decode together.", "2048; on a CPU 512"),
     "memory": _limit(
         float,
-        "On a GPU, share of its memory for weights, KV cache and graphs; on a CPU, share of free memory for the KV "
-        "cache.",
+        "On a GPU, share of its memory for weights, KV cache and graphs; on a CPU, share of the machine's memory for "
+        "the KV cache.",
         "0.85; on a CPU 0.25",
     ),
     "max_cache_tokens": _limit(int, "KV cache size in tokens, instead of --memory.", "what --memory allows"),

@@ -58,7 +58,7 @@ EAGLE3: Group = {
     "unroll": _eagle3(int, "Draft depths to train.", "5"),
     "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
     "greedy_weight": _eagle3(
-        float, "How much of what is learned is the likeliest token; the rest is the distribution.", "0"
+        float, "Share of the loss's target that is the likeliest token; the rest is the model's distribution.", "0"
     ),
 }
 HEADS: Group = {
@@ -98,7 +98,7 @@ BLOCK: Group = {
     "nodes": _block(int, "Tree nodes in these simulations.", "60"),
 }
 PRUNED: Group = {
-    "measured": _pruned(int, "Tokens on which to compare the model without a layer.", "4096"),
+    "measured": _pruned(int, "Tokens on which layers are compared, prompts included.", "4096"),
 }
 FILES: Group = {
     "start_from": _block(Path, "Start with the weights of this head.", metavar="HEAD"),
@@ -118,8 +118,8 @@ _BY_KIND = {
 
 _INTERRUPTED = 130  # exit status of a command that Ctrl-C stopped
 _RIGHT = (
-    "right_0 is the share of the model's next tokens that the head guesses right, right_1 that of the tokens one "
-    "further, and so on; held_back: on answers that it does not learn from."
+    "right_0 is the share of the model's next tokens that the head guesses right, right_1 is the share one token "
+    "further, and so on. held_back means answers that it does not learn from."
 )
 
 
@@ -146,7 +146,8 @@ def train(
 
     A run that Ctrl-C or --max-seconds stopped resumes with the same options; only --steps may change.
 
-    Progress shows right_0, the share of next tokens that the head guesses right, right_1 one token further, and so on.
+    Progress shows right_0, the share of next tokens that the head guesses right; right_1, the share one token further;
+    and so on.
 
     Other engines can load the results: EAGLE-3 heads have SafeAILab's layout, block heads z-lab's, draft models that of
     transformers.

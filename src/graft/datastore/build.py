@@ -149,7 +149,7 @@ class _Writer:
 def _write_suffixes(backwards: NDArray[Any], path: Path) -> int:
     """Write the suffix array without positions that no token follows, and return its length."""
     is_useful = backwards > 0
-    is_useful[1:] &= backwards[:-1] > 0  # in the reversed stream, the next token is one before
+    is_useful[1:] &= backwards[:-1] > 0  # in the reversed stream, the next token is one place before
     with path.open("wb") as file:
         for places in sorted_suffixes(backwards):
             places[is_useful[places]].tofile(file)

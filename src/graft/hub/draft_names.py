@@ -32,7 +32,7 @@ def is_here(draft: str) -> bool:
 
 
 def check_place(draft: str, own: Collection[str] = ()) -> None:
-    """Raise a GraftError for a name that can be neither packaged, nor a folder, nor a hub id, and for a PEFT adapter.
+    """Raise a GraftError for a PEFT adapter, and for a name that is neither packaged, nor a folder, nor a hub id.
 
     own: names of drafters that are made from the target.
     """
@@ -46,7 +46,7 @@ def check_place(draft: str, own: Collection[str] = ()) -> None:
 
 
 def smaller_models(name: str, num_bytes: int) -> list[str]:
-    """Packaged models that are smaller than this one of so many bytes."""
+    """Packaged models that are smaller than a model of this many bytes."""
     return [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < num_bytes and other != name]
 
 

@@ -92,7 +92,7 @@ def check_draft(draft: str) -> None:
 
 
 def is_possible(draft: str, model: PreTrainedModel) -> bool:
-    """Whether a drafter made from the target itself can be made from this one. True for other drafters."""
+    """Whether this target has the parts for a drafter made from it. True for drafters that are not made from it."""
     name = name_of(draft)
     return name not in NAMED or NAMED[name].is_for(model)
 

@@ -50,7 +50,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 attn_implementation="eager" if has_soft_cap else None,  # the default ignores the cap
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
+                ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
             model.to(device)

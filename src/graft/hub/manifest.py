@@ -37,7 +37,7 @@ def record_files(folder: Path, facts: Mapping[str, object]) -> None:
 def check_sizes(folder: Path, cure: str | None = None) -> None:
     """Refuse a model with a missing or truncated file. Only sizes are compared, which is quick.
 
-    cure: the advice in the error message.
+    cure: what the error message tells the user to do.
     """
     cure = cure or f"run `graft pull --force {folder.name}` to fetch the model again"
     try:

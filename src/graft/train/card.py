@@ -14,7 +14,7 @@ Log = list[dict[str, float]]
 SHOWN = ("loss", "accepted_chain", "accepted_marginal", "accepted_conditional")  # in progress reports
 _TREES = {
     "chain": "chain of each slot's likeliest token",
-    "marginal": "tree of the likeliest products of slots",
+    "marginal": "tree of the likeliest paths, slots taken as independent",
     "conditional": "tree of the likeliest paths, given the token before each slot",
 }
 
@@ -23,7 +23,7 @@ def read_log(path: Path) -> Log:
     try:
         log: Log = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, TypeError) as error:
-        raise GraftError(f"{path} is missing or damaged: it is no log of a training run") from error
+        raise GraftError(f"{path} is missing or damaged: it is not the log of a training run") from error
     return log
 
 

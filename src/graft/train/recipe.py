@@ -147,7 +147,7 @@ class DepthPrunedRecipe:
         model = run.engine.target.model
         total = model.config.get_text_config().num_hidden_layers
         count = max(1, round(total / 3)) if self.num_layers is None else self.num_layers
-        require(1 <= count < total, f"layers must be from 1 to {total - 1}, as the model has {total}, not {count}")
+        require(1 <= count < total, f"layers must be from 1 to {total - 1}, not {count}: the model has {total}")
         text = measured_text(model, run.answers, self.settings)
         order = find_removal_order(
             model,

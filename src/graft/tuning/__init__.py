@@ -1,3 +1,3 @@
-"""Tuning: files with what was measured and learned about a model on a machine: profiles, learned text, drafters."""
+"""Files about a model on this machine: tuned profiles, learned state, and measured speeds of drafters."""
 
-MIN_PROMPTS = 5  # one of so many prompts is for measuring, the others are for learning
+MIN_PROMPTS = 5  # one prompt in five is for measuring, the others are for learning

@@ -51,7 +51,7 @@ def measure(
     progress: Callable[[Report], None] = lambda report: None,
 ) -> Measured:
     """Answer the prompts in turns, plainly and with the engine, and compare. draft: the name of its drafter."""
-    # One-time work. Not with a whole prompt: its answer would be recalled when it is asked again.
+    # One-time work. Not with a whole prompt, whose answer would be recalled when the prompt comes again.
     plain = plain_twin(engine)
     for each in (plain, engine):
         each.generate(prompts[0][: (len(prompts[0]) + 1) // 2], max_new_tokens=min(max_new_tokens, 8))
@@ -104,7 +104,7 @@ def known_results(about: About) -> list[Measured]:
     try:
         results = [_read(each) for each in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"{path} is damaged ({error}) and ignored: graft tune makes it anew", stacklevel=2)
+        warnings.warn(f"{path} is damaged ({error}) and is ignored: run graft tune again", stacklevel=2)
         return []
     return sorted(results, key=lambda each: -each.speed)
 

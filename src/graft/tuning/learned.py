@@ -1,7 +1,7 @@
-"""Learned state, kept from one process to the next: n-gram tables, finished texts and acceptance, a file per model.
+"""Learned state, kept from one process to the next: n-gram tables, finished texts and acceptance, in a file per model.
 
 The file holds pieces of the user's texts, so only the user can read it, and it is never used where texts are isolated.
-Its size is bounded, as the tables and the finished texts are. Several processes may write it, one after the other: each
+Its size is bounded because tables and finished texts are. If several processes write it, they take turns, and each
 merges what it has learned into the file.
 """
 
@@ -83,7 +83,7 @@ def _add(policy: Policy, about: About, path: Path) -> None:
         return
     try:
         write(policy.state(), about, path)
-    except Exception as error:  # at the end of a process there is nobody to handle it
+    except Exception as error:  # at the end of a process nobody could handle it
         log.warning("learned state is not stored: %s", str(error).partition("\n")[0] or type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Profile: one small file with what `graft tune` learned about a model, a head and a machine; `graft.load` reads it.
+"""Profiles: what `graft tune` learned about a model, a head and a machine, in one small file that `graft.load` reads.
 
 It holds a policy's state, and the costs of draft passes and verify steps.
 """
@@ -35,7 +35,7 @@ FORMAT = "graft-profile-1"
 HEADS = Path(__file__).parents[1] / "heads"
 _ANEW = "make one with graft tune"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NUM_WEIGHTS = 8  # of each tensor, in a fingerprint
+_NUM_WEIGHTS = 8  # weights of each tensor that enter a fingerprint
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
         if profile.costs and profile.about.is_for_machine_of(about):
             policy.restore_costs(profile.costs)
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
-        policy.restore({})  # all of it or nothing
-        raise GraftError(f"{path} is no whole profile ({type(error).__name__}: {error}): {_ANEW}") from error
+        policy.restore({})  # undo a part that was restored before the error
+        raise GraftError(f"{path} is an incomplete profile ({type(error).__name__}: {error}): {_ANEW}") from error
 
 
 def _is_general(key: str) -> bool:
@@ -205,7 +205,7 @@ def _about(path: Path, file: Any) -> About:
             return About(**facts)
     except (ValueError, TypeError, AttributeError) as error:
         raise GraftError(f"{path} does not say what it is a profile of: {_ANEW}") from error
-    raise _OtherFormatError(f"{path} holds no profile that this version reads: {_ANEW}")
+    raise _OtherFormatError(f"{path} is not a profile of this version of Graft: {_ANEW}")
 
 
 def _few_weights(tensors: list[Tensor]) -> bytes:

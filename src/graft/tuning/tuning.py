@@ -1,4 +1,4 @@
-"""Tuning: makes a profile of the state that policy `graft` learns from warm-up prompts, and of measured costs."""
+"""`tune`: makes a profile from the state that policy `graft` learns on warm-up prompts, and from measured costs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def tune(
 ) -> Profile:
     """The profile of an engine with policy `graft`, learned from the prompts while it answers them.
 
-    temperatures: each prompt is answered once at each of them, because what is accepted is counted by temperature.
-    portable: a small profile for any machine, learned at the usual budget with all draft passes, even if they do not
-    pay here; without costs, n-gram tables and past texts.
+    temperatures: each prompt is answered once at each of them, because acceptance is counted by temperature.
+    portable: a small profile for any machine. It is learned at the usual budget with all draft passes, even if they do
+    not pay here, and has no costs, n-gram tables or past texts.
     """
     about = About.of(engine)
     if portable:
@@ -53,7 +53,7 @@ def tune(
 
 
 def _measured(engine: Engine) -> dict[str, Tensor]:
-    """Costs that a new policy measures in this warm process, and those that only rounds can tell, from past rounds."""
+    """The engine's costs. Those that can be measured directly are measured again in this warm process."""
     policy = make_policy("graft", engine.target, engine.drafter)
     policy.measure()
     return engine.policy.costs() | policy.costs()

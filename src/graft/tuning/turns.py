@@ -1,4 +1,4 @@
-"""Turns: plain decoding before and after Graft on the same prompt, so that a speed-up knows the machine's noise."""
+"""Turns: plain decoding before and after Graft on the same prompt, which shows how noisy the machine is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from graft.engine import Engine, Generation, Prompt
 from graft.request.stats import Stats
 
-MIN_NOISE = 0.03  # two runs on a quiet machine differ so much
-MAX_NOISE = 0.1  # above it a speed-up says nothing
+MIN_NOISE = 0.03  # by which two runs differ even on a quiet machine
+MAX_NOISE = 0.1  # above it, a measured speed-up says nothing
 
 
 class Turn(NamedTuple):

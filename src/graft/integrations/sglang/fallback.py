@@ -1,4 +1,4 @@
-"""What must never cost an answer: a failure of Graft's own code, and the log lines that an operator needs once."""
+"""Failures of Graft's own code, which must never cost an answer, and log lines that an operator needs only once."""
 
 import logging
 from types import TracebackType
@@ -27,5 +27,5 @@ class Attempt:
         self.failed = isinstance(error, Exception)
         if self.failed and self._purpose not in _told:
             _told.add(self._purpose)
-            _log.error("Graft could not %s; SGLang goes on without it", self._purpose, exc_info=error)
+            _log.error("Graft could not %s; SGLang continues without it", self._purpose, exc_info=error)
         return self.failed
