@@ -34,7 +34,7 @@ class Answers(ABC):
     object: str
     chunk_object: str
     prefix: str
-    ending = b"data: [DONE]\n\n"  # of a stream that does not fail
+    ending = b"data: [DONE]\n\n"  # the last event of a stream that does not fail
 
     def __init__(
         self,

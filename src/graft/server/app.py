@@ -191,7 +191,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Any error as a response in OpenAI's format."""
     if isinstance(error, RefusedError):
         refusal = error
-    elif isinstance(error, ContextError):  # it holds numbers, and no text
+    elif isinstance(error, ContextError):  # its message has numbers and no text of the client
         refusal = RefusedError(400, str(error), reason=str(error))
     elif isinstance(error, GraftError):
         refusal = RefusedError(400, str(error))
@@ -208,13 +208,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The validation error that tells most: in a union, that of the member that fitted best.
+    """The most helpful validation error: in a union, the one of the member that fitted best.
 
-    A member of the right type tells more than another. Among these, the longest path names the field.
+    An error about a value helps more than one about a type. Among equals, the one with the longest path is taken.
     """
     found = max(error.errors(), key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
     parts = [str(part) for part in found["loc"][1:]]
-    # For the log. Below the first name, and where a field is unknown, the names are the client's.
+    # For the log, which must not hold the client's words: names below the first one and of unknown fields are its own.
     is_ours = parts and not (found["type"] == "extra_forbidden" and len(parts) == 1)
     reason = f"request, {found['type']}" + (f", field {parts[0]}" if is_ours else "")
     # A location also contains the types of a union's members.
@@ -235,7 +235,7 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    def serve() -> Response:  # without parameters: the query could set them, and name any file
+    def serve() -> Response:  # takes no parameters: a query could set them to name any file
         return FileResponse(file, headers=_PAGE_HEADERS)
 
     app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

@@ -1,8 +1,8 @@
 """What uvicorn has no setting for: time limits on requests and on shutdown, and clients that stop sending early.
 
-uvicorn waits for ever for the rest of a request, and takes a client that has finished sending for one that is gone.
-When its shutdown time is over, it cuts answers off without an error that clients can read. Here the scheduler ends
-them first, with an error.
+uvicorn waits for ever for the rest of a request. It treats a client that has finished sending as disconnected. When its
+shutdown time is over, it cuts answers off without an error that clients can read; here the scheduler ends them first,
+with an error.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TimedProtocol(H11Protocol):
             return
         is_asked = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         if is_asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            if self.conn.their_state is h11.SEND_BODY:  # its handler waits for the rest: end it
+            if self.conn.their_state is h11.SEND_BODY:  # end the handler, which waits for the rest
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             body, request_id = dump_json(error_body(status, message)), new_request_id()

@@ -25,7 +25,7 @@ _SAMPLE = "Hello, World!  12 \n\n\tna\u00efve \u4f60\u597d \U0001f642 end"
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a template is rendered with. placeholders: by the control token that each stands for."""
+    """What a template is rendered with. placeholders: one for each control token."""
 
     given: Json
     placeholders: dict[str, str]
@@ -114,18 +114,18 @@ class _Copy:
     """A copy of a tokenizer in which some added tokens have other names."""
 
     def __init__(self, backend: Any, names: dict[str, str]) -> None:
-        """names: the new ones, by the old ones."""
+        """names: new names by old names."""
         spec = json.loads(backend.to_str())
         spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         model = spec["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
-        else:  # of pairs of a piece and its score
+        else:  # a list of pairs of a piece and its score
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         self._tokenizer = Tokenizer.from_str(json.dumps(spec))
-        self._ids: dict[int, int] = {}  # of the original, where the copy has another
+        self._ids: dict[int, int] = {}  # by the copy's ids of added tokens, the original's
         for number, token in sorted(backend.get_added_tokens_decoder().items()):
             name = names.get(token.content, token.content)
             flags = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}

@@ -1,4 +1,4 @@
-"""What listens while the model loads: it answers that the server is loading, then passes every request on to the app.
+"""The gateway listens while the model loads and answers that the server is loading; then it passes requests to the app.
 
 Nothing here imports torch, so that the first answer comes within a second.
 """
@@ -37,7 +37,7 @@ class Gateway:
         """make_app: loads the model; runs in a thread of its own."""
         self.metrics = Metrics(settings.served_model_name or model_name)
         self.startup = Startup()
-        self.failure: BaseException | None = None  # what ended the loading
+        self.failure: BaseException | None = None  # the error that ended the loading
         self.on_failure: Callable[[], None] = lambda: None
         self._make_app = make_app
         self._app: FastAPI | None = None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graft.errors import GraftError
 
-# One space where people put one, and none elsewhere: else an unsure model could write spaces for ever.
+# One space where people put one, and none elsewhere: otherwise an unsure model could write spaces for ever.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
@@ -197,7 +197,7 @@ class _Threads:
         except TimeoutError:
             raise SchemasBusyError("the server is busy compiling slow JSON schemas") from None
         loop, answer = asyncio.get_running_loop(), Future[T]()
-        answer.set_running_or_notify_cancel()  # it cannot be cancelled: its thread is free when it is done
+        answer.set_running_or_notify_cancel()  # the work cannot be cancelled: it frees its thread when it is done
 
         def release(_: Future[T]) -> None:
             with suppress(RuntimeError):  # the loop is closed

@@ -21,7 +21,7 @@ PAGE_FILES = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STAT
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
 OPEN = {*PAGE_FILES, "/health", "/live", "/version"}  # paths that need no API key
 _API = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"}
-_KNOWN = OPEN | _API | {"/metrics", "/openapi.json"}  # paths that stand in the log and in metrics as they are
+_KNOWN = OPEN | _API | {"/metrics", "/openapi.json"}  # paths that appear as they are in the log and in metrics
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # their refusals are counted in the metrics
 _METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a request id that a client may choose
@@ -39,7 +39,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
-        digests = [sha256(key.encode()).digest() for key in settings.api_keys]  # equal lengths, whatever the keys' are
+        digests = [sha256(key.encode()).digest() for key in settings.api_keys]  # of equal length, unlike the keys
         self._key_names = dict(zip(digests, settings.key_names, strict=True))
         self._max_body_bytes = settings.max_body_bytes
         self._hosts = [host.lower() for host in settings.hosts]
@@ -141,13 +141,13 @@ class Guard:
 
 
 def record_refusal(scope: Scope, refusal: RefusedError) -> None:
-    """Leave the reason for the log line, and count the request unless it was decoded, and counted, already."""
+    """Store the reason for the log line, and count the request unless it was counted when it was decoded."""
     note_refusal(scope, refusal)
     if scope["path"].startswith(_COUNTED) and not refusal.is_counted:
-        # A body that is too large comes incomplete to the app, which may have any objection.
+        # The app sees only a part of a body that is too large, so it may give any other reason.
         scope["graft.metrics"].failed(reason_for(413 if scope.get("graft.too_large") else refusal.status))
 
 
 def note_refusal(scope: Scope, refusal: RefusedError) -> None:
-    """Leave the reason for the log line of this request."""
+    """Store the reason for the log line of this request."""
     scope["graft.reason"], scope["graft.message"] = refusal.reason, refusal.message

@@ -1,7 +1,7 @@
 """Fields of OpenAI's and vLLM's requests that change nothing here.
 
-Some are ignored whatever their value, because no answer depends on them. Others are accepted only with a value that
-asks for what happens anyway, and refused by name with any other.
+Some are ignored whatever their value, because no answer depends on them. Others are accepted only with the value that
+describes what the server does anyway, and refused by name with any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class InertFields(Strict):
-    """Of all requests for answers."""
+    """Inert fields of all requests for answers."""
 
     store: Off = None
     metadata: Metadata | None = None
@@ -29,7 +29,7 @@ class InertFields(Strict):
     prompt_cache_retention: Text | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: Text | None = None
-    request_id: Text | None = None  # the header x-request-id names a request
+    request_id: Text | None = None  # the header x-request-id is used instead
     session_id: Text | None = None
     priority: Annotated[Any, only(0)] = None
     skip_special_tokens: On = None
@@ -39,7 +39,7 @@ class InertFields(Strict):
 
 
 class InertSampling(InertFields):
-    """Of both kinds of completion."""
+    """Inert fields of both kinds of completion."""
 
     use_beam_search: Off = None
     length_penalty: Annotated[Any, only(1.0)] = None
@@ -58,13 +58,13 @@ class InertSampling(InertFields):
 
 
 class InertChat(InertSampling):
-    """Of chat completions."""
+    """Inert fields of chat completions."""
 
     modalities: Annotated[Any, only(["text"])] = None
     functions: NoItems = None
     function_call: Annotated[Any, only("none", "auto")] = None
     documents: NoItems = None
-    prediction: dict[str, Any] | None = None  # of the answer's text; it could only make it faster
+    prediction: dict[str, Any] | None = None  # could only make the answer faster
     verbosity: Annotated[Any, only("medium")] = None
     echo: Off = None
     add_special_tokens: Off = None  # the chat template writes them
@@ -74,7 +74,7 @@ class InertChat(InertSampling):
 
 
 class InertResponses(InertFields):
-    """Of responses."""
+    """Inert fields of responses."""
 
     background: Off = None
     truncation: Annotated[Any, only("disabled")] = None

@@ -61,7 +61,7 @@ class Metrics:
         self._registry.register(_SchedulerCollector(scheduler, self._model))
 
     def responded(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count an HTTP response. path: of the route, not the client's, so that there are few."""
+        """Count an HTTP response. path: the route's, not the client's, so that there are few labels."""
         self._http.labels(self._model, method, path, str(status)).inc()
         self._http_seconds.labels(self._model, path).observe(seconds)
 

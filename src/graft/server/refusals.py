@@ -64,7 +64,7 @@ def new_request_id() -> str:
 class RefusedError(Exception):
     """An HTTP error in OpenAI's format."""
 
-    is_counted = False  # in the metrics and in the log already
+    is_counted = False  # whether the metrics and the log have it already
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RefusedError(Exception):
         reason: str | None = None,
         **headers: str,
     ) -> None:
-        """param: the field that is wrong. code: instead of the usual one of the status.
+        """param: the field that is wrong. code: replaces the usual one of the status.
 
         reason: for the log, without anything that the client wrote; by default made of status and param.
         """

@@ -11,7 +11,7 @@ from graft.server.grammar import GrammarSpec
 from graft.server.inert_fields import Effort, InertChat, InertFields, InertSampling, NoEntries, Off
 from graft.server.strict import Bool, InParts, JsonObject, SchemaObject, Strict, Text, TokenIds, only
 
-_SEED_LIMIT = 2**62 - 2**16  # of the sampler; further answers of a request use the seeds after its own
+_SEED_LIMIT = 2**62 - 2**16  # below the sampler's limit: further answers of a request use the seeds after its own
 
 _TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # keys of JSON objects are strings
 _Pattern = Annotated[str, Field(strict=True, min_length=1)]
@@ -25,8 +25,8 @@ _Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
 class StreamOptions(Strict):
-    include_usage: Bool | None = False  # in a last chunk
-    continuous_usage_stats: Bool | None = False  # in every chunk
+    include_usage: Bool | None = False  # send usage in a last chunk
+    continuous_usage_stats: Bool | None = False  # send usage in every chunk
     include_obfuscation: Bool | None = False  # pad events, so that their size does not reveal their text
 
 
@@ -161,7 +161,7 @@ class Sampling(RequestBody, InertSampling):
 
     @property
     def sampler_seed(self) -> int | None:
-        """The seed, or one of the sampler's range for a seed outside of it."""
+        """The seed. A seed outside the sampler's range is mapped into it."""
         if self.seed is None or abs(self.seed) < _SEED_LIMIT:
             return self.seed
         return self.seed % _SEED_LIMIT
@@ -378,7 +378,7 @@ class ChatRequest(Sampling, ChatPrompt, InertChat):
 
     @property
     def response_schema(self) -> dict[str, Any] | None:
-        """None where a call is forced: a call has no room for the format."""
+        """None if a call is forced: a call cannot also have the format."""
         return None if self.must_call else super().response_schema
 
     @property
@@ -407,7 +407,7 @@ class ChatRequest(Sampling, ChatPrompt, InertChat):
 
     @property
     def max_calls(self) -> int:
-        """A forced answer has one call unless several are asked for: nothing else would end it."""
+        """The most calls of an answer. A forced answer has one unless several are asked for: nothing else ends it."""
         if isinstance(self.tool_choice, ToolChoice) or self.parallel_tool_calls is False:
             return 1
         return 1 << 10 if not self.must_call or self.parallel_tool_calls else 1

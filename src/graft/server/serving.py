@@ -38,10 +38,10 @@ from graft.server.tool_parsers import CallsOnly, Parser, PlainText, Thinking
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
 _LONG_TEXT = 20_000  # characters
 _BYTES_PER_TOKEN = 16  # limit for a prompt before it is tokenized; usual texts have far fewer
-_CLIENT_GONE = 499  # status that nobody reads
+_CLIENT_GONE = 499  # for the log: no client reads this status
 _STATUSES_BY_REASON: dict[str, int] = {"cancelled": _CLIENT_GONE, **{str(kind): _STATUS[kind] for kind in _STATUS}}
 _WARM_UP_TOKENS = 6
-_MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
+_MAX_PROMPT_LOGPROBS = 1 << 20  # in one response, alternatives included
 
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Serving:
         return "ok" if self.is_warm else "starting"
 
     def check_ready(self) -> None:
-        """Refuses a request unless it can be decoded now."""
+        """Refuse a request unless it can be decoded now."""
         if self.status == "starting":
             raise self.startup.refusal("starting")
         self.check_alive()
@@ -82,7 +82,7 @@ class Serving:
             raise RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
 
     def check_alive(self) -> None:
-        """Refuses a request if decoding has stopped and the server is not shutting down."""
+        """Refuse a request if decoding has stopped and the server is not shutting down."""
         if not self.scheduler.is_alive and not self.scheduler.is_closing:
             raise RefusedError(503, "the server no longer decodes; its log says why")
 
@@ -333,7 +333,7 @@ class Serving:
         return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
 
     def _check_context(self, body: ChatRequest | CompletionRequest, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Refuse a prompt that with its answer is longer than the model's context, in the words of the API."""
+        """Refuse a prompt that is longer, with its answer, than the model's context, in the words of OpenAI's API."""
         limit = self.engine.target.max_positions
         if limit is None or num_prompt_tokens + num_tokens <= limit:
             return

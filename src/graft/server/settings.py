@@ -31,7 +31,7 @@ class ServeSettings(SchedulerSettings):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # any of them gives access; none: no key is needed
-    api_key_names: tuple[str, ...] = ()  # of the keys, in their order, for the log; none: key-1, key-2 ...
+    api_key_names: tuple[str, ...] = ()  # names of the keys in the log, in the same order; empty: key-1, key-2 ...
     # Host headers to allow beside local ones; `*.example.com` for all subdomains, `*` for any. If empty, a server on a
     # local address allows only local ones, any other server allows all.
     allowed_hosts: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class ServeSettings(SchedulerSettings):
     max_body_bytes: int = 2 << 20
     max_prompt_bytes: int | None = None  # checked before tokenizing; None: 16 per token of the context
     max_prompt_tokens: int | None = None  # None: the model's context
-    max_tokens: int = 4096  # most tokens of an answer
-    default_max_tokens: int = 1024  # of a chat answer whose request sets no limit
+    max_tokens: int = 4096  # most tokens that a request may ask for
+    default_max_tokens: int = 1024  # most tokens of a chat answer if the request sets no limit
     timeout: float = 600.0  # seconds for a request, with waiting
     read_timeout: float = 30.0  # seconds for a client to send its request
     shutdown_timeout: float = 30.0  # seconds for running requests when the server is stopped
@@ -70,7 +70,7 @@ class ServeSettings(SchedulerSettings):
         require(num_names in (0, num_keys), f"there are {num_names} names for {num_keys} API keys: name all or none")
         printable = all(name.isprintable() and name.strip() for name in self.api_key_names)
         require(printable, "the name of an API key must be printable")
-        for key in self.api_keys:  # none is printed: it is a secret
+        for key in self.api_keys:  # the errors do not print the key, which is secret
             require(key == key.strip(), "an API key must not begin or end with a space: requests cannot send it")
             require(key.isascii(), "an API key must be ASCII: headers cannot hold other characters")
         for name in (
@@ -141,7 +141,7 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False
 def gather(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, loading: tuple[str, ...]
 ) -> tuple[dict[str, Any], ServeSettings]:
-    """Options for `load` (named by `loading`), and the server's settings. Unknown names are errors."""
+    """Options for `load` (those that `loading` names), and the server's settings. Unknown names are errors."""
     known = (*SERVING, *loading)
     chosen = dict(_from_file(file)) if file is not None else {}
     for name, value in environment.items():

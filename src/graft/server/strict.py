@@ -61,7 +61,7 @@ def _parsed(value: Any) -> Any:
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_is_valid_json)]
 SchemaObject = Annotated[JsonObject, BeforeValidator(_parsed, json_schema_input_type=dict[str, Any] | str)]
-# Unbounded lists and objects fail at the first bad entries: an error for every entry would take much time and memory.
+# Unbounded lists and objects fail at the first bad entries: errors for all entries would take much time and memory.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 InParts = WrapValidator(_check_in_parts)  # not every version of pydantic has fail_fast for objects
 Metadata = Annotated[dict[Text, Text], InParts]

@@ -33,7 +33,7 @@ class JsonCall:
     def __init__(self, closing: str = "", place: int | None = None) -> None:
         """closing: a marker that ends the object even if a brace is missing. place: where arguments alone begin."""
         self._closing, self._has_head = closing, place is None
-        self.index: int | None = None  # of the call, once its name was sent
+        self.index: int | None = None  # the call's number, once its name was sent
         self.end: int | None = None  # where the object ends in the text
         self.is_bare = False  # the call is a name and arguments: there is no enclosing object to close
         self._place, self._depth, self._in_string, self._is_escaped = place or 0, 0, False, False
@@ -110,8 +110,8 @@ class XmlCall:
         self.end: int | None = None  # where the call ends, or where text begins that does not belong to it
         self.is_call = False  # the call is complete
         self._closing = closing
-        self._place = 0  # all before it is read
-        self._key: str | None = None  # of the value that is being read
+        self._place = 0  # the text before it has been read
+        self._key: str | None = None  # the key of the value that is being read
         self._searched = 0  # the value does not end before this place
         self._behind = 0  # end of the white space behind a possible end of the value
 

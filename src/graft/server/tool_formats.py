@@ -22,7 +22,7 @@ from graft.server.refusals import Json
 from graft.server.tool_calls import call_head
 from graft.server.tool_parsers import CallsAlone, MarkedCalls, Parser, PythonicCalls
 
-_MAX_CALLS = 8  # of one answer under a grammar
+_MAX_CALLS = 8  # in one answer under a grammar
 _WITHOUT_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentSchemas"}
 
@@ -43,7 +43,7 @@ class Format(ABC):
     name: str
     opening: str  # begins a call, and occurs in no other text
     markers: tuple[str, ...] = ()  # the parser looks for them; some tokenizers have special tokens for them
-    is_whole_answer = False  # a text that does not begin with a call has none
+    is_whole_answer = False  # True: only an answer that begins with a call has calls
 
     @abstractmethod
     def rules(self, functions: Sequence[Function], max_calls: int, mark: Mark, is_open: bool) -> list[str]:
@@ -253,7 +253,7 @@ def _embedded(schema: Json) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without `additionalProperties`, unless it asks for them: else a model could go on inventing some."""
+    """The schema without further properties unless it asks for them: otherwise a model could keep inventing some."""
     if schema is None:
         return {"type": "object"}
     if not isinstance(schema, dict) or not schema:

@@ -125,7 +125,7 @@ class Thinking(Parser):
         return (self._then.feed(held) if held else []) + self._then.finish()
 
     def _take_held(self) -> str:
-        """What is held, with the white space before it."""
+        """The held text, with the white space before it."""
         held, self._held, self._space = "".join([*self._space, self._held]), "", []
         return held
 
@@ -153,7 +153,7 @@ class CallsOnly(Parser):
 
 
 class _CallParser(Parser):
-    """Base of the parsers of calls. It numbers the calls and holds white space back, which a call may follow."""
+    """Base of the parsers of calls. It numbers the calls, and holds white space back until it is known to be text."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -162,7 +162,7 @@ class _CallParser(Parser):
         self._space: list[str] = []
 
     def _append(self, text: str) -> None:
-        """Add to the buffer. A string with one reference grows in place, so `self` lets go of it meanwhile."""
+        """Add to the buffer. CPython appends in place only if a string has one reference, so `self` drops its own."""
         buffer, self._buffer = self._buffer, ""
         buffer += text
         self._buffer = buffer
@@ -219,7 +219,7 @@ class MarkedCalls(_CallParser):
         self._xml: XmlCall | None = None  # the same, as XML
         self._opened = ""  # the marker it began with; empty for a second call before the closing marker
         self._awaits_closing = False  # a call is complete, and its closing marker has not come
-        self._start = 0  # before this place the buffer has only white space that was looked at
+        self._start = 0  # the buffer before this place is white space and was read
         self._searched = 0  # the closing marker does not begin before this place
 
     def feed(self, text: str) -> list[Piece]:
@@ -283,11 +283,11 @@ class MarkedCalls(_CallParser):
         self._buffer, self._start, self._searched = rest, 0, 0
 
     def _is_past_closing(self) -> bool:
-        """Whether it is known what follows a call. If it is the closing marker, skip it."""
+        """Whether enough text has arrived to tell what follows a call. Skips the closing marker if it is that."""
         rest = self._buffer[self._start :].lstrip("} \n\r\t")  # there may be a brace too many
         self._start = len(self._buffer) - len(rest)
         if self._closing.startswith(rest) or self._may_be_xml(rest):
-            return False  # perhaps incomplete
+            return False  # it may be an incomplete marker
         is_closed = rest.startswith(self._closing)
         self._set_buffer(rest.removeprefix(self._closing) if is_closed else self._buffer.lstrip())
         self._awaits_closing = False
