@@ -21,13 +21,13 @@ class LoadSettings(Settings):
     """Settings of a load test: requests, concurrency or rate, and latency targets (SLO)."""
 
     requests: int = 64
-    concurrency: int = 8  # concurrent requests; with a rate, the most of them
+    concurrency: int = 8  # concurrent requests; with a rate, the most at once
     rate: float | None = None  # requests per second, at random times; None: a request starts when another has ended
     max_tokens: int = 128
     temperature: float = 0.0
     plain: bool = False  # ask a Graft server to decode without speculation
-    slo_first: float = 2.0  # most seconds to the first token of a good answer
-    slo_token: float = 0.2  # most seconds per token after that
+    slo_first: float = 2.0  # most seconds to the first token, to be within the service level
+    slo_token: float = 0.2  # most seconds per further token
 
     def __post_init__(self) -> None:
         require(self.requests >= 1, f"requests must be at least 1, not {self.requests}")

@@ -25,7 +25,7 @@ _PAGE_COLUMNS = COLUMNS | {
     "ms by phase": lambda run: _listed(_milliseconds(run, run.rounds), 1),
     "accepted of nodes, by source": lambda run: _sources(run),
 }
-_NUM_COLOURS = 12  # of the page's style
+_NUM_COLOURS = 12  # colours in the page's style
 _LEFT_RIGHT, _BOTTOM_TOP = (58, 736), (354, 16)  # pixels of a plot, as in the template
 
 

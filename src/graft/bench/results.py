@@ -26,8 +26,8 @@ from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 AVERAGE = "average"
-PLAIN_NOISE = "plain_noise"  # in a result's environment: how far plain decoding differed from turn to turn
-TIMED = ("tokens_per_second", "speedup")  # rates that single prompts do not have if they share a batch
+PLAIN_NOISE = "plain_noise"  # key in a result's environment: how much plain decoding varied from turn to turn
+TIMED = ("tokens_per_second", "speedup")  # rates that single prompts lack if they share a batch
 _COUNTERS = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
 _NUM_DRAWS = 2000
 _SEED = 0
@@ -57,7 +57,7 @@ class Run:
     modelled_speed: float  # mean accepted / (1 + 0.03 x draft passes)
     modelled_over_dense: float | None
     setups: int  # one-time set-ups, such as captures of CUDA graphs, while it was timed
-    differ: int | None  # prompts whose text is not that of plain decoding; None if it need not be
+    differ: int | None  # prompts whose text differs from plain decoding's; None if it may differ
     accepted_by_source: dict[str, int]
     accepted_by_depth: dict[int, int]
     proposed_by_source: dict[str, int]
@@ -98,8 +98,8 @@ class Summary:
         self._sampling = sampling
         self._is_timed_by_prompt = rows == 1
         self._runs: list[Run] = []
-        self._draws: list[Rates] = []  # of each run
-        self._plain_seconds: NDArray[np.float64] | None = None  # of plain decoding, by turn
+        self._draws: list[Rates] = []  # bootstrap draws of each run
+        self._plain_seconds: NDArray[np.float64] | None = None  # seconds of plain decoding, by turn
 
     def add(self, task: Sequence[Samples]) -> None:
         plain = next((s for s in task if s.variant.name == PLAIN), None)

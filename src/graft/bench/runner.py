@@ -53,7 +53,7 @@ class BenchSettings(Settings):
 class Sample:
     """One answer, and its prompt's share of the time of the batch."""
 
-    prompt: str  # its id
+    prompt: str  # the prompt's id
     answer: Answer
     prefill_seconds: float
     decode_seconds: float

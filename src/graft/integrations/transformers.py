@@ -201,7 +201,7 @@ class _TorchDraw(_Pick):
 
 
 class _TorchDraws:
-    """`torch.multinomial` for all rows once a step, from torch's own generator, though rows reach a step one by one.
+    """`torch.multinomial`, called once per step for all rows as in `generate`, although rows reach a step one by one.
 
     torch draws a token as argmax(p / q), with exponential noise q for every row and token, whatever p is. The first row
     that reaches a step draws q for all rows. The generator's state before that is kept for the later rows. Drafts get
@@ -214,10 +214,10 @@ class _TorchDraws:
         self._default = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
         self._replay = torch.Generator(device)
         self._ahead = torch.Generator(device)
-        self._states: list[Tensor] = []  # of torch's generator before each step
+        self._states: list[Tensor] = []  # states of torch's generator before each step
         self._last: tuple[int, Tensor] | None = None  # a step and its q [rows, V]
         self._foreseen: dict[int, Tensor] = {}  # by step, q [rows, V] on the host
-        self._num_foreseen: int | None = None  # the first step that was not foreseen; None: none was
+        self._num_foreseen: int | None = None  # the first step without known noise; None: no step has any
 
     def noise(self, step: int, scores: Tensor) -> Tensor:
         """q [rows, V] of a step."""
@@ -241,7 +241,7 @@ class _TorchDraws:
         for new in range(self._num_foreseen, last):
             q = torch.empty(self._num_rows, self._vocab_size, device=self._device)
             self._foreseen[new] = q.exponential_(1, generator=self._ahead).cpu()
-            self._foreseen.pop(new - 8 * _NUM_DRAWN_AHEAD, None)  # no row is so far behind, as a rule
+            self._foreseen.pop(new - 8 * _NUM_DRAWN_AHEAD, None)  # rows are seldom that far behind
         self._num_foreseen = max(self._num_foreseen, last)
         known = (self._foreseen.get(number) for number in range(step, last))
         return [q[row] for q in itertools.takewhile(lambda q: q is not None, known) if q is not None]
@@ -330,7 +330,7 @@ class _CriteriaSequence(Sequence):
 
 
 class _ProcessorChooser:
-    """Chooses by transformers' logits processors, row by row, since rows of a batch differ in length here."""
+    """Chooses tokens by transformers' logits processors, row by row, because the rows of a batch differ in length."""
 
     def __init__(self, batch: list[_CriteriaSequence], processors: LogitsProcessorList) -> None:
         self._rows = batch

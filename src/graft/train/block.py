@@ -377,7 +377,7 @@ def _match_sizes(layer: Any, hidden: Tensor) -> None:
 
 
 def unused_token(answers: Sequence[Answered], vocab_size: int, special: Sequence[int]) -> int:
-    """A token for masked slots: the last of the rarest tokens in the answers that is not special."""
+    """A token for masked slots: of the rarest tokens in the answers that are not special, the last."""
     counts = torch.cat([answer.tokens for answer in answers]).bincount(minlength=vocab_size)
     counts[[token for token in special if token < vocab_size]] = torch.iinfo(torch.int64).max
     return vocab_size - 1 - int(counts.flip(0).argmin())

@@ -60,7 +60,7 @@ class DepthPrunedModel(nn.Module):
         model = LayerSubset(target).keep(kept_layers)
         check_layers(model)
         model.config.kept_layers = list(kept_layers)  # tells a model of one layer from a draft head
-        self._model = (model,)  # in a tuple, so that the rest is neither trained nor saved with the parts
+        self._model = (model,)  # a tuple hides it from torch, so that the rest is neither trained nor saved
         owner, layers = find_layers(model)
         self.parts = nn.ModuleDict(
             {

@@ -176,7 +176,7 @@ def _weights(settings: Eagle3Settings, device: torch.device) -> Tensor:
 
 
 def _wanted(logits: Tensor, greedy_weight: float) -> Tensor:
-    """Logits of what the head should learn: the target's distribution, with some of the mass on the likeliest token."""
+    """Logits that the head should learn: the target's distribution, with some of the mass on the likeliest token."""
     if greedy_weight == 0:
         return logits
     shares = logits.float().softmax(dim=-1) * (1 - greedy_weight)
@@ -208,7 +208,7 @@ def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unr
 
 @functools.cache
 def _layer_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`Eagle3Head.qkv` and `finish`. Compiled, their norms and rotations take a few passes over memory, not dozens."""
+    """`Eagle3Head.qkv` and `finish`, compiled, so that norms and rotations take few passes over memory, not dozens."""
     if not compiled:
         return Eagle3Head.qkv, Eagle3Head.finish
     return torch.compile(Eagle3Head.qkv, dynamic=False), torch.compile(Eagle3Head.finish, dynamic=False)

@@ -26,7 +26,7 @@ from graft.model.decoder_layers import find_layers
 # Config fields that describe single layers. `check_layers` detects models for which this list is incomplete.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _LAYER_NUMBERS = ("mlp_only_layers",)
-_NUM_FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace")  # so many first layers are of another kind
+_NUM_FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace")  # the number of first layers of another kind
 
 Measure = Callable[[PreTrainedModel], float]
 

@@ -1,4 +1,4 @@
-"""Packed batches: rows of several answers, with anchors at which blocks are trained, and how a model reads them."""
+"""Packed batches: rows of several answers, with anchors at which blocks are trained; and running a model on them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from graft.train.generate_data import Answered
 Batch = TypeVar("Batch")
 Plan = TypeVar("Plan")
 
-_LOG_EVERY = 10  # steps; logging waits for the device
+_LOG_EVERY = 10  # steps, because logging waits for the device
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class TrainSettings(Settings):
 
     steps: int = 2000
     batch_tokens: int = 32_768  # per step, padding included
-    max_tokens: int = 2048  # of a prompt with its answer; the rest is cut off
+    max_tokens: int = 2048  # most tokens of a prompt with its answer; the rest is cut off
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
-    ema_decay: float = 0.0  # of the averaged weights, which are evaluated and saved; 0 averages none
+    ema_decay: float = 0.0  # decay of the averaged weights, which are evaluated and saved; 0: no average
     evaluate_every: int = 200
     held_back: float = 0.01  # share of the prompts held back for evaluation
     bf16: bool = True  # on a GPU; a CPU computes in fp32
@@ -87,7 +87,7 @@ class Batches(ABC, Generic[Plan, Batch]):
         """The batch of a step."""
         epoch, place = divmod(step, len(self))
         if epoch != self._epoch:
-            # Epochs differ by a batch or two. All have the first one's count, so that a step determines its batch.
+            # Epochs differ by a batch or two. All get the first one's count, so that a step determines its batch.
             plan, count = self._planned(epoch), len(self)
             self._plan, self._epoch = [plan[i % len(plan)] for i in range(count)], epoch
         return self._batch(self._plan[place], step)

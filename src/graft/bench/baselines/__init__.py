@@ -2,8 +2,8 @@
 
 `dense` and `prune` are an EAGLE-3 tree without and with gates. `paper`, `root` and `tail` are the published ways to
 graft on it. `block` and `block-paper` do the same for a chain. `lookup` and `recycle` need no drafter. An ablation,
-`graft-without-...`, is `graft` with one part left out. `dense-with-noise` and
-`paper-with-noise` know the noise of coming draws, which `graft` does by itself.
+`graft-without-...`, is `graft` with one part left out. `dense-with-noise` and `paper-with-noise` know the noise of
+coming draws, as `graft` always does.
 """
 
 from graft.bench.baselines.ablations import ABLATIONS

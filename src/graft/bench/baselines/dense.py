@@ -20,8 +20,8 @@ from graft.spec_decode.proposers.drafter import Drafter
 class Dense(Policy):
     """The likeliest nodes of the whole drafted tree, without pruning and grafting.
 
-    Where the device makes rounds by itself it is a round of `graft` with one source that is believed, a fixed number
-    of nodes, and all draft passes.
+    Where rounds run on the device, it is a round of `graft` with a single source whose q is taken as it is, a fixed
+    number of nodes, and all draft passes.
     """
 
     drafts = runs_on_device = True
@@ -31,7 +31,7 @@ class Dense(Policy):
         assert drafter is not None
         self.drafter = drafter
         self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
-        self.drafted: Drafted | None = None  # in the last round
+        self.drafted: Drafted | None = None  # the drafts of the last round
 
     def controller(self, padded: Callable[[int], int]) -> Controller:
         assert self.drafter is not None

@@ -18,7 +18,7 @@ from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST, Pol
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.tree import DraftTree
 
-_ENOUGH = 10  # least rounds that are worth stopping, and as many worth continuing, to change a published threshold
+_ENOUGH = 10  # rounds worth stopping, and rounds worth continuing, that are needed to change a published threshold
 
 Seen = list[tuple[list[float], int]]  # for each round, confidences at the gates and the number of accepted nodes
 Groups = Sequence[Sequence[Sequence[int]]]  # batches of prompts
@@ -81,8 +81,8 @@ def thresholds(seen: Seen, max_passes: int) -> list[float]:
     """For each gate, the highest confidence at which stopping was better than further drafting.
 
     Stopping a round loses the tokens that it accepted below the depth drafted so far. It saves the remaining passes,
-    each worth the tokens that plain rounds yield in its time. What retrieval would add instead is not counted, so gates
-    stop rather too late. A gate sees only the rounds that passed the gates before it.
+    each worth the tokens that plain rounds yield in its time. The tokens that retrieval would add instead are not
+    counted, so gates tend to stop too late. A gate sees only the rounds that passed the gates before it.
 
     max_passes: the drafter's. A drafter with a single pass saves none and keeps the published thresholds.
     """
@@ -93,7 +93,7 @@ def thresholds(seen: Seen, max_passes: int) -> list[float]:
 def chain_thresholds(seen: Seen) -> list[float]:
     """For each gate, the confidence that best separates chains accepted beyond its depth from the others.
 
-    As published, the tokens that a stopped chain loses or gets instead do not count.
+    As published, it does not count the tokens that a stopped chain loses, or those that it gets instead.
     """
     return _with_least_regret(seen, lambda left, depth: 1.0 if depth > left else -1.0)
 

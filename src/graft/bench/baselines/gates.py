@@ -1,4 +1,4 @@
-"""Gates: a row's drafting stops at certain depths if the q of its likeliest path is at most a threshold."""
+"""Gates: at certain depths, a row's drafting stops if the q of its likeliest path is at most a threshold."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from graft.tree.tree import DRAFTED
 GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds in the middle of the published ranges
 THRESHOLDS = "gates/thresholds"  # key of the thresholds for trees in a policy's state
-CHAIN_THRESHOLDS = "gates/chain"  # key of those for chains, which are accepted less far than trees
-NEVER = len(GATES)  # the stop of a row that passed all gates
+CHAIN_THRESHOLDS = "gates/chain"  # key of the thresholds for chains, of which fewer tokens are accepted
+NEVER = len(GATES)  # stands for the gate that stopped a row if the row passed all gates
 
 
 class Gates:
@@ -43,7 +43,7 @@ class Drafted:
     depths: list[int]
     stops: list[int]  # the gate that stopped the row, or NEVER
     confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 if the row did not reach it
-    is_whole: bool  # whether the token limits allowed all depths
+    is_whole: bool  # whether no token limit cut the drafts short
 
 
 def draft_through_gates(

@@ -1,4 +1,4 @@
-"""paper: the published prune-and-graft with its gates, splits and widths. Two of its ablations, and recycle.
+"""paper: the published prune-and-graft with its gates, splits and widths; two of its ablations; recycle.
 
 We decided what the publication leaves open. Empty rows of the matrix give no node. A token that is both drafted and
 retrieved is one node, and its second place stays empty. The root does not count in the budget. `template` decides
@@ -128,7 +128,7 @@ class Paper(Policy):
 
 
 class PaperWithNoise(Paper):
-    """`paper` with drafts that know the noise of coming draws; its matrix has ranks alone, and stays as it is."""
+    """`paper` with drafts that know the noise of coming draws. Its matrix does not: it has only ranks."""
 
     knows_draws = True
 

@@ -16,7 +16,7 @@ from graft.integrations.sglang.fallback import say_once
 from graft.integrations.sglang.kernels import verify_attention
 
 _MAX_PLACES = 128
-_MAX_HEAD_BYTES = 256  # of a head vector; longer ones do not fit well into the shared memory of some GPUs
+_MAX_HEAD_BYTES = 256  # longest head vector; longer ones do not fit well into the shared memory of some GPUs
 
 
 def _attend(

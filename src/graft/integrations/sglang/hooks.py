@@ -19,7 +19,7 @@ from graft.integrations.sglang import release
 from graft.integrations.sglang.fallback import Attempt
 from graft.integrations.sglang.trees import likeliest_successors
 
-_FULL_MASK = 0  # of SGLang's layouts of a mask: it covers the texts too
+_FULL_MASK = 0  # SGLang's number of the mask layout that covers the texts too
 
 
 class Worker(Protocol):
@@ -39,11 +39,11 @@ class Worker(Protocol):
 
 @dataclass
 class Drafting:
-    """Who drafts, and for which place of the texts."""
+    """The worker that drafts, and the place in the texts that it drafts for."""
 
     worker: Worker
     ends: Tensor | None = None  # [B] tokens of the texts, with their roots; None: no logits are ranked
-    depth: int = 0  # of the tokens that the next logits give; 1 follows the root
+    depth: int = 0  # depth of the tokens that the next logits predict; 1 follows the root
 
 
 drafting: ContextVar[Drafting | None] = ContextVar("graft_drafting", default=None)
@@ -96,7 +96,7 @@ def _build_tree(
     if arrays is not None:
         return tuple(arrays)
     beams, last = beams[:, :-topk], beams[:, -topk:]
-    if scores.shape[1] < num_places - 1:  # fewer nodes than places: the last one stands in all that are left
+    if scores.shape[1] < num_places - 1:  # fewer nodes than places: repeat the last node in the rest
         chosen = torch.arange(num_places - 1, device=scores.device).clamp(max=scores.shape[1] - 1)
         chosen = chosen.expand(len(scores), -1).contiguous()
         tokens = tokens.gather(1, chosen)

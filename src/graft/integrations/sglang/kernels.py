@@ -15,10 +15,10 @@ from torch import Tensor
 
 from graft.tree.device.copies import Texts
 
-SETTINGS = ("seeds", "salts", "kinds", "temperatures", "powers")  # of a request that its row's tree depends on
+SETTINGS = ("seeds", "salts", "kinds", "temperatures", "powers")  # a request's settings that its tree depends on
 _KEYS = tl.constexpr(64)  # most keys of a block
-_MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times query heads per key head
-_LEAST_SPLIT = 128  # least keys before the tree that one program reads
+_MOST_ROWS, _LEAST_ROWS = 64, 16  # rows of a tile: places times query heads per key head
+_LEAST_SPLIT = 128  # fewest keys before the tree that one program reads
 _MOST_SPLITS = 16
 PROGRAMS = 528  # enough to keep a large GPU busy
 _LOG2_E = 1.4426950408889634
@@ -52,7 +52,7 @@ def verify_attention(
     keys: Tensor,  # [slots, kv_heads, head_dim] of the KV cache
     values: Tensor,
     key_starts: Tensor,  # [B + 1] where each row's slots begin
-    slots: Tensor,  # of the text before each row's tree
+    slots: Tensor,  # KV slots of the text before each row's tree
     mask: Tensor,  # flat: D x (text + D) for each row, whether the place sees it; all see the text
     mask_starts: Tensor,  # [B + 1]
     num_places: int,
@@ -112,9 +112,9 @@ def load_rows(
     num_nodes: int,
     max_depth: int,
 ) -> None:
-    """Load a batch's rows from its requests' slots, and let its texts end in the tokens that are decoded next.
+    """Load a batch's rows from its requests' slots, and write the tokens to decode next at the ends of its texts.
 
-    So a text is right even if it got tokens in rounds without trees. num_nodes: the most of a row.
+    So a text is right even if it got tokens in rounds without trees. num_nodes: the most nodes of a row.
     """
     num_rows, most = len(rows.slots), len(inputs["caps"])
     _load_rows_kernel[(1,)](
@@ -390,7 +390,7 @@ def _verify_kernel(
     if (split > 0) & (begin >= end):
         return
 
-    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # of a query among the row's queries for this key head
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # each query's number among the row's queries for this key head
     place, member = number // GROUP, head * GROUP + number % GROUP
     real = place < places
     token = row.to(tl.int64) * places + place

@@ -1,4 +1,4 @@
-"""Which release of SGLang this is. What differs between releases is in one module for each, `release_0_5_15` and so on.
+"""The installed release of SGLang. What differs between releases is in a module for each: `release_0_5_15` and so on.
 
 `signatures` are those of all functions that are hooked or called. They are compared before anything is hooked, so that
 a release that changed one of them is left as it is.
@@ -63,7 +63,7 @@ class Release(Protocol):
 
     SIGNATURES: Mapping[str, str]  # by path, the parameters of functions that differ from other releases
     WALK: str  # the path of the function that walks down a tree
-    COMPACT: str  # of the one that moves the accepted path to the front
+    COMPACT: str  # the path of the function that moves the accepted path to the front
 
     def group(self) -> Any:
         """The ranks that hold one batch."""
@@ -100,7 +100,7 @@ def signatures(release: Release) -> dict[str, list[str]]:
 
 
 def check_signatures(release: Release) -> None:
-    """Refuse an SGLang whose functions are not those that the hooks were written for."""
+    """Refuse an SGLang whose functions differ from those that the hooks were written for."""
     workers = pkgutil.resolve_name(WORKERS)
     missing = [name for name in USED_NAMES if not hasattr(workers, name)]
     require(not missing, f"SGLang's {WORKERS} has no {', '.join(missing)}: unset GRAFT_SGLANG")

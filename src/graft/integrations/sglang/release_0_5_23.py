@@ -1,4 +1,4 @@
-"""What is particular to SGLang 0.5.23. Importing this does not import SGLang. It was read, and has not run on a GPU."""
+"""What is particular to SGLang 0.5.23, written from its source and not yet run on a GPU. It does not import SGLang."""
 
 from typing import Any
 

@@ -14,9 +14,9 @@ from graft.spec_decode.policy_settings import MAX_BUDGET
 
 SWITCH = "GRAFT_SGLANG"
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
-_USUAL_TOKENS = 128  # a step verifies so many tokens in little more time than a few, since reading weights dominates
+_USUAL_TOKENS = 128  # a step of this many tokens takes little longer than one of a few, since reading weights dominates
 _ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # SGLang's flags that allow one size
-_LEAST_PLACES = 4  # of a default tree: smaller ones gain less than drafting costs
+_LEAST_PLACES = 4  # smallest default tree: smaller ones gain less than drafting costs
 _WORDS = {word: yes for yes, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()}
 _WANTED = {"bool": "1 or 0", "int": "a whole number"}  # for error messages, by the type of a setting
 
@@ -27,7 +27,7 @@ class SGLangSettings(Settings):
 
     places: str | None = None  # "2:48,16:8": trees of 48 places up to 2 requests, of 8 above; None: the default sizes
     budget: int | None = None  # nodes of a row beside the root; None: --speculative-num-draft-tokens less 1
-    max_depth: int | None = None  # of a tree; None: no limit but its nodes
+    max_depth: int | None = None  # greatest depth of a tree; None: limited only by its nodes
     isolated: bool = False  # requests learn nothing from each other
     log: int | None = None  # rounds between two lines in SGLang's log; None: no lines
 
@@ -108,7 +108,7 @@ class TreeSize(NamedTuple):
 
 
 def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
-    """The sizes of a server's trees. With some flags there is one size, as ranks or half batches could disagree."""
+    """The sizes of a server's trees. Some flags allow only one size, because ranks or half batches could disagree."""
     most = (server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
     one = [name for name in _ONE_SIZE if getattr(server_args, name, False)]
     if one and settings.places is None:

@@ -1,8 +1,8 @@
 """The trees of a server's rounds: made, verified and learned from on the device. Needs Triton, but not SGLang.
 
 SGLang gives every running request a slot in its tables. Texts and sampling settings lie on the device in the same
-slots, written when a request joins. A round then needs nothing of the host. What the host gets to know of a round (how
-well each source's scores fit) arrives a round or two later, and nobody waits for it.
+slots, written when a request joins. A round then needs nothing from the host. Its results for the host (how well each
+source's scores fit) arrive a round or two later, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from graft.tree.device.tables import Tables
 
 _log = logging.getLogger("graft.sglang")
 
-_PAST_TOKENS = 1 << 18  # of finished texts that are searched
+_PAST_TOKENS = 1 << 18  # tokens of finished texts that are searched
 _MOST_OF_A_TEXT = 1 << 15  # tokens of one finished text that are kept
 _TABLE_ROWS = 1 << 18
-_COMPARED_PROMPTS, _COMPARED_TOKENS = 16, 4096  # a prompt's beginning is kept once: the last prompts are compared
+_COMPARED_PROMPTS, _COMPARED_TOKENS = 16, 4096  # compared with a new prompt, so that a shared beginning is kept once
 _SENT_AT_ONCE = 1 << 16
 _RING = 4  # rounds whose results may be on their way to the host
 _DRAWN_AT_ONCE = 1 << 22  # random numbers that `draw_in_torch` makes at once
-_SHARPNESS = 1.2  # of an EAGLE-3 head's logits, to guess draws; as in `Eagle3Drafter`
-_UNREAD_SHARE = 8  # the head drafts for a text of which it has read all but an eighth, or more
+_SHARPNESS = 1.2  # factor of an EAGLE-3 head's logits when it guesses draws; as in `Eagle3Drafter`
+_UNREAD_SHARE = 8  # the head drafts for a text if it has left out at most an eighth of it
 
 
 class Request(Protocol):
@@ -67,13 +67,13 @@ class Request(Protocol):
 class Server:
     """What is known of a server when its memory has been made."""
 
-    num_slots: int  # of requests, with slot 0, which is padding
+    num_slots: int  # slots of requests, with slot 0, which is padding
     context: int  # tokens of the longest text
-    num_kv_slots: int  # of the KV cache
+    num_kv_slots: int  # slots of the KV cache
     vocab_size: int
     topk: int  # branches of the head's drafts
     num_steps: int  # the most levels that the head drafts
-    most_rows: int  # of a round with trees
+    most_rows: int  # most rows of a round with trees
     random_seed: int
     knows_noise: bool  # whether Graft's own noise draws tokens; not in SGLang's deterministic mode
 
@@ -93,7 +93,7 @@ class _Held(NamedTuple):
     """The request in a slot."""
 
     request: Request
-    first: int  # tokens before it are in an earlier text too
+    first: int  # the tokens before this index are in an earlier text too
 
 
 class Trees:
@@ -134,7 +134,7 @@ class Trees:
         num_drafted = server.most_rows * sum(levels)
         numbers_of = torch.zeros(2, num_drafted, dtype=torch.int32, device=device)
         self._levels = (*numbers_of, torch.zeros(num_drafted, device=device))
-        # One memory for the whole step, so that ranks exchange it at once.
+        # One buffer for the whole step, so that ranks exchange it at once.
         self.step = torch.zeros(6 * MAX_TREE_TOKENS + 4 * (server.most_rows + 1), dtype=torch.int32, device=device)
         columns, by_row = self.step.split([6 * MAX_TREE_TOKENS, 4 * (server.most_rows + 1)])
         self._columns, self._by_row = columns.view(6, -1), by_row.view(4, -1)
@@ -143,7 +143,7 @@ class Trees:
         self._ones = torch.ones(server.num_slots, dtype=torch.int64, device=device)
         self._has_head = torch.ones(server.num_slots, dtype=torch.int32, device=device)
         self._unread: Tensor | None = None  # [KV slots] whether the head has left the token out
-        # To add to a draft id.
+        # The target's id minus the draft id, by draft id.
         self._to_target = torch.zeros(server.vocab_size, dtype=torch.int64, device=device)
         if to_target is not None:
             self._to_target = to_target.to(device).long() - torch.arange(len(to_target), device=device)

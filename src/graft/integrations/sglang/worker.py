@@ -34,7 +34,7 @@ from graft.integrations.sglang.trees import Server, Trees, VerifyArrays, draw_in
 from graft.tree.device.round import MAX_TREE_TOKENS
 
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's switch: in rounds without trees the head reads nothing
-_DRAWN_AT_ONCE = 256  # places, since SGLang's noise takes several times 8 bytes for each token of the vocabulary
+_DRAWN_AT_ONCE = 256  # places; SGLang's noise takes several times 8 bytes for each place and token of the vocabulary
 
 
 class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
@@ -44,8 +44,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     reads_prompts = True
     has_tree = False  # whether this round's trees are Graft's
     is_sound = True  # whether nothing has failed in this round
-    _is_capturing = False  # whether SGLang makes its graphs now
-    _fits_graphs = True  # False: it failed then, so some graphs do without our kernels
+    _is_capturing = False  # whether SGLang is capturing its graphs
+    _fits_graphs = True  # False: our kernels failed during the capture, so some graphs lack them
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
@@ -93,7 +93,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return verify_input
 
     def _load(self, batch: Any, roots: Tensor) -> None:
-        """Prepare the rows of a batch. Without that, the round has SGLang's own trees."""
+        """Prepare the rows of a batch. If that fails, the round has SGLang's own trees."""
         num_places = self.speculative_num_draft_tokens
         with Attempt("prepare a round") as attempt:
             self.trees.see(batch.reqs)
@@ -106,11 +106,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self.has_tree, self.is_sound = fits, self._fits_graphs and not attempt.failed
 
     def _has_room(self, num_rows: int, num_places: int) -> bool:
-        """Whether a batch of so many rows, with padding, has our trees. The graph and the round must agree on it."""
+        """Whether a batch of `num_rows`, with padding, has our trees. The graph and the round must agree on it."""
         return self.trees.fits(num_rows, num_places) and num_rows <= self._most_rows.get(num_places, num_rows)
 
     def _padded(self, num_rows: int) -> int:
-        """The rows of the graph that a batch runs in: of the largest one where ranks pad to each other's batches."""
+        """The rows of the graph that a batch runs in. If ranks pad to each other's batches, it is the largest graph."""
         captured = list(getattr(getattr(self, "cuda_graph_runner", None), "capture_bs", ()))
         if captured and getattr(self.server_args, "enable_dp_attention", False):
             return max(captured)
@@ -128,10 +128,10 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     @contextmanager
     def _inside_graphs(self) -> Iterator[None]:
-        """Run what SGLang captures. What fails in a capture is left out of all later rounds, not of this one alone.
+        """Context for what SGLang captures. If it fails during a capture, all later rounds do without it.
 
-        Waiting for the device would end the capture and with it the launch. So it is an error when SGLang runs a
-        batch before it captures it.
+        Waiting for the device would break the capture, and with it the launch of the server. So waiting is made an
+        error already in the trial run that SGLang makes before it captures a batch.
         """
         if not self._fits_graphs:
             raise GraftError("the kernels failed when graphs were captured")
@@ -193,7 +193,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return None
 
     def warm_up(self, all_rows: Sequence[int], num_places: int) -> None:
-        """Compile what runs outside of SGLang's graphs, for batches of so many requests."""
+        """Compile what runs outside of SGLang's graphs, for batches of these sizes."""
         with Attempt("compile its kernels beforehand"):
             for num_rows in all_rows:
                 if self.trees.fits(num_rows, num_places):
@@ -320,7 +320,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         return result
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Switch to the tree size for a round of so many requests."""
+        """Switch to the tree size for a round of `batch_size` requests."""
         size = self._size_for(batch_size)
         state = self._states.get(size[1:])
         if state is None or state is self._now:  # None: SGLang has not captured anything yet
