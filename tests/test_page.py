@@ -369,7 +369,7 @@ def test_a_key_is_asked_for_where_one_is_needed_and_the_question_waits_for_it(op
         page.locator(".error").wait_for()
         page.fill("#key", "wrong")
         page.get_by_role("button", name="Use this key").click()
-        page.locator("#talk > :not(#spoken)").get_by_text("was not taken").first.wait_for()
+        page.locator("#talk > :not(#spoken)").get_by_text("was not accepted").first.wait_for()
         page.fill("#key", "sesame")
         page.get_by_role("button", name="Use this key").click()
         page.locator(".inspect").wait_for(timeout=30_000)

@@ -32,12 +32,12 @@ function wordsFor(status, said, wait) {
   const words = {
     [UNREACHABLE]: "The server cannot be reached. Is it still running?",
     [BROKEN_OFF]: "The connection broke off before the answer was done.",
-    400: "The server cannot take this message.",
+    400: "The server cannot answer this message.",
     401: "This server asks for a key.",
     408: "The message took too long to arrive.",
     413: "The message is too large for this server. Shorten it.",
     429: `The server is busy. Try again ${wait ? `in ${wait} seconds` : "in a moment"}.`,
-    503: "The server is not ready, or closing down. Try again in a moment.",
+    503: "The server is not ready, or is shutting down. Try again in a moment.",
     504: "The answer took longer than this server allows.",
   };
   return words[status] ?? "Something went wrong on the server. Its log says what.";

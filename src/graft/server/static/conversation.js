@@ -47,7 +47,7 @@ export function retry(turn) {
   return run(turn, again);
 }
 
-// Another answer, by the settings of now. Each try has its own seed.
+// Another answer, with the current settings. Each try has its own seed.
 function regenerate(turn) {
   if (isAnswering()) return running;
   turn.settings = chosenSettings();

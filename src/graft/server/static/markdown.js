@@ -8,7 +8,7 @@ const THINK = /^\s*<think>([^]*?)(?:<\/think>|$)/; // reasoning, which some mode
 const INLINE = { strong: "strong", em: "em", del: "del", codespan: "code", link: "a", image: "a" };
 
 // Shows a text in a box. write(text, places): nodes for a text whose characters stand at these places of the source.
-// Until the box is emptied, the text may only grow: its last block is made anew, and the others stay.
+// Until the box is emptied, the text may only grow: only its last block is rendered again.
 export function showMarkdown(box, source, write) {
   const text = source.replaceAll("\r", " "); // marked would change its length
   let at = Number(box.lastElementChild?.dataset.from ?? 0);

@@ -24,7 +24,7 @@ const EXAMPLES = [
 // The API key, if the server needs one
 
 function askForKey() {
-  $("key-trouble").textContent = hasKey() ? "The one given was not taken." : "";
+  $("key-trouble").textContent = hasKey() ? "The key given was not accepted." : "";
   $("key-form").hidden = false;
   $("key").focus();
 }

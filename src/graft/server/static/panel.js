@@ -132,7 +132,7 @@ function followNewest() {
   showRound(newest);
 }
 
-// What the reader chose stays, whatever comes.
+// A round that the reader chose stays, even while new rounds come.
 export function choose(number) {
   if (!shown?.rounds[number]) return;
   isFollowing = false;

@@ -23,7 +23,7 @@ export const hasTree = (round) => numChecked(round) > 0;
 
 export function wordsOfRound(round) {
   if (!round.tokens) return "The guesses of this round are no longer kept.";
-  const unseen = round.num_hidden > 0 ? ` ${round.num_hidden} more came from what all users share: not shown.` : "";
+  const unseen = round.num_hidden > 0 ? ` ${round.num_hidden} more may be other users' text and are not shown.` : "";
   const checked = numChecked(round);
   if (checked < 1 && !round.num_hidden) {
     const why = round.tokens.length > 1 ? "No guess was worth checking" : "No guesses";
