@@ -66,7 +66,7 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
 
     slots: in-place or shifted, for a head whose config.json does not say; the default if None.
     """
-    require(slots in (None, *SLOTS), f"slots {slots!r} are not known: {', '.join(SLOTS)}")
+    require(slots in (None, *SLOTS), f"slots must be {' or '.join(SLOTS)}, not {slots!r}")
     folder = checkpoints.folder_of(path)
     config = checkpoints.read_config(folder)
     more = [file for file in (folder / _CONDITIONAL_FILE,) if file.exists()]
