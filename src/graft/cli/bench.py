@@ -90,8 +90,7 @@ def bench(
 
     --as-cost-of SHAPE makes a Llama as slow as a larger one without changing its text: see docs/measuring.md.
 
-    --state cold forgets everything before each prompt. warm starts each prompt with what --warmup taught. persistent
-    keeps learning from prompt to prompt.
+    --state cold forgets everything before each prompt; warm keeps what --warmup taught; persistent keeps learning.
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """

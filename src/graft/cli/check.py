@@ -51,8 +51,9 @@ def check(
 
     Every round verifies a tree of 16 nodes, even if trees do not pay on this machine; --budget N changes that.
 
-    Exits with 1 if an answer differs, unless the model scores both tokens exactly equal. Exits with 1 too if so few
-    tokens were accepted from trees that the comparison says little about speculation.
+    Exits with 1 if an answer differs, unless the model scores both tokens exactly equal.
+
+    Exits with 1 too if so few tokens were accepted from trees that the comparison says little about speculation.
 
     [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
     """

@@ -28,8 +28,9 @@ def export_head(
 ) -> None:
     """Export a draft head for another engine, ready to publish: config, weights, model card, training log.
 
-    EAGLE-3 heads can go to SGLang, vLLM and speculators, block heads to SGLang and vLLM. Only the model's config is
-    fetched.
+    EAGLE-3 heads can go to SGLang, vLLM and speculators, block heads to SGLang and vLLM.
+
+    Of the model, only the config is fetched.
 
     [dim]Example:[/] graft export-head my-head ./for-sglang --to sglang --model meta-llama/Llama-3.1-8B-Instruct
     """

@@ -141,16 +141,15 @@ def train(
 ) -> None:
     """Train a draft head: the model answers the prompts, and the head learns to predict the answers.
 
-    --kind depth-pruned makes a draft model instead: the model without its least important layers, trained to imitate
-    the whole model. --steps 0 only removes layers.
+    --kind depth-pruned makes a draft model: the model without its least important layers, trained to imitate it.
+
+    For depth-pruned, --steps 0 only removes layers.
 
     A run that Ctrl-C or --max-seconds stopped resumes with the same options; only --steps may change.
 
-    Progress shows right_0, the share of next tokens that the head guesses right; right_1, the share one token further;
-    and so on.
+    Progress shows right_0, the share of next tokens guessed right; right_1, the share one token further; and so on.
 
-    Other engines can load the results: EAGLE-3 heads have SafeAILab's layout, block heads z-lab's, draft models that of
-    transformers.
+    Other engines can load the results: the layouts are SafeAILab's (EAGLE-3), z-lab's (block) and transformers'.
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """

@@ -39,8 +39,9 @@ def tune(
 
     Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
 
-    It takes at least 5 prompts. A fifth of them measure the drafter's speed-up. graft drafters lists these results, and
-    --draft auto chooses the fastest drafter.
+    It needs at least 5 prompts, and measures the drafter's speed-up on a fifth of them.
+
+    graft drafters lists these results, and --draft auto uses the fastest drafter.
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
