@@ -1,8 +1,8 @@
-"""Rounds that the device makes by itself, from one verify to the next; the host works one round behind.
+"""Device rounds: draft, verify and accept run in CUDA graphs without the host, which stays one round behind.
 
-`DeviceRounds.run` launches a round, and then takes the results of the one before, while the device works. So what the
-host knows of a row (its tokens, its length, whether it has ended) lags by one round. It gives out pages by an upper
-bound, and a row that has ended is found out one round late: its surplus round is thrown away.
+`DeviceRounds.run` launches a round and then, while the device works, takes the results of the previous one. So the host
+learns a row's tokens, its length and whether it has ended one round late. It allocates pages by an upper bound, and
+throws away the surplus round of a row that has ended.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from graft.tree.tree import DraftTree
 
 _log = logging.getLogger(__name__)
 
-_PAST_TOKENS = 1 << 18  # of finished texts that are searched
+_PAST_TOKENS = 1 << 18  # tokens of finished texts to search for copies
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
-_ROUND_IDS = itertools.count(1)  # of the memories that rounds are captured over
-_RING = 3  # rounds whose inputs and results have memory of their own
+_ROUND_IDS = itertools.count(1)  # one for each `DeviceRound`, to find the graphs captured over its memory
+_RING = 3  # number of host buffers for inputs, and for results, used in turns
 
 
 class RoundError(RuntimeError):
-    """Rounds of the device cannot be captured."""
+    """Device rounds cannot be captured."""
 
 
 class DeviceRounds:
-    """The rounds of one engine's batches whose rows do not need the host."""
+    """The device rounds of one engine, for batches whose rows do not need the host."""
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
-    contexts: tuple[int, ...] = (8192, 32768, 131072)  # that rounds are captured for: a longer one costs them little
+    contexts: tuple[int, ...] = (8192, 32768, 131072)  # few graphs suffice: a longer context costs a round little
 
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
@@ -86,25 +86,25 @@ class DeviceRounds:
             is_calibrated=calibration is not None,
         )
         self._round: DeviceRound | None = None
-        self._pool_state: tuple[int, ...] = ()  # of the pool, when `_round` was made
+        self._pool_state: tuple[int, ...] = ()  # the pool's `_state_of` when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
         self._flight: Flight | None = None
-        self._ended: Any = None  # the mark at the end of the round before
+        self._ended: Any = None  # the mark at the end of the previous round
         self._round_number = 0
-        self.failure: str | None = None  # why rounds cannot be captured, if they cannot
+        self.failure: str | None = None  # why rounds cannot be captured; None: they can
         self._staging = Staging(target.device)
         self._learned = DeviceLearning(policy, self._sources, self._staging)
 
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
-        """The rounds of an engine; None where the host has to make them."""
+        """The device rounds of an engine; None if the host must run the rounds."""
         if not isinstance(target, CapturedTarget) or not policy.runs_on_device:
             return None
         used = drafter if policy.drafter is not None else None
         return cls(target, policy, used) if used is None or hasattr(used, "run_passes") else None
 
     def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
-        """draft: the drafter's state of the rows."""
+        """Whether rounds of these rows can run on the device. draft: the drafter's state of the rows."""
         is_captured = (
             self.failure is None
             and self._target.is_captured
@@ -117,10 +117,10 @@ class DeviceRounds:
     def run(
         self, batch: Batch, clock: Clock, chunks: Sequence[Chunk], meanwhile: Callable[[], None]
     ) -> list[VerifyOutput] | None:
-        """Launch a round, and take the results of the one before. Returns the output of the prompts' chunks.
+        """Launch a round, and take the results of the previous one. Returns the output of the prompt chunks.
 
-        None: all answers have ended, so nothing was launched. Raises a `RoundError` if rounds cannot be captured here;
-        nothing has changed then.
+        Returns None if all answers have ended, so that nothing was launched. Raises a `RoundError`, and changes
+        nothing, if rounds cannot be captured here.
         """
         if self._flight is not None and (self._is_last(batch) or self._must_move()):
             self.flush(clock)
@@ -136,7 +136,7 @@ class DeviceRounds:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a round was launched whose results were not taken."""
+        """Whether a launched round's results have not been taken yet."""
         return self._flight is not None
 
     def flush(self, clock: Clock) -> None:
@@ -146,7 +146,7 @@ class DeviceRounds:
             self._take(flight, clock)
 
     def _is_last(self, batch: Batch) -> bool:
-        """Whether the round in flight probably ends all answers: then a further one would be thrown away."""
+        """Whether the round in flight probably ends all answers, so that another one would be thrown away."""
         flight = self._flight
         assert flight is not None
         own = {id(sequence) for sequence in flight.sequences}
@@ -156,7 +156,7 @@ class DeviceRounds:
         )
 
     def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
-        """Capture the graphs of all rounds that the controller may plan for up to so many rows, and their steps.
+        """Capture the graphs of all rounds and steps that the controller may plan for up to `max_rows` rows.
 
         choices: how their tokens may be chosen. longest: tokens of the longest text.
         """
@@ -175,12 +175,12 @@ class DeviceRounds:
                 target.progress(
                     Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
                 )
-                # A plain round is also made for rows that do not speculate, so nothing is learned from it.
+                # Plain rounds also serve rows that do not speculate, and then learn nothing.
                 kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
                 contexts = {context_for(length, self.contexts) for length in lengths}
                 for context, choice, (learns, passes) in itertools.product(sorted(contexts), choices, kinds):
                     self._capture(round, buffers, tables, shape, context, choice, learns, passes, draft)
-                # A capture runs the step too, so it gets rows of padding.
+                # A capture runs the step too, so it must see only padding rows.
                 self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
                 self._propose(round, buffers, shape, self.contexts[0], 0, False)
                 for length in lengths:
@@ -210,7 +210,7 @@ class DeviceRounds:
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
         finish_key = (owner, "finish", choice, learns, *key)
         if not (target.has_captured(propose_key) and target.has_captured(finish_key)):
-            # Warm-up runs before a capture change texts and pages, so they get rows of padding.
+            # Warm-up runs before a capture would change texts and pages, so they must see only padding rows.
             self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
             target.capture(propose_key, propose)()
             target.capture(finish_key, finish)
@@ -230,7 +230,7 @@ class DeviceRounds:
         plan = self._plan(batch, kinds, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
         in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
-        longest = 0  # of the rows that are decoded
+        longest = 0  # text of the decoded rows, in tokens
         for row in rows:
             known = row.length + (MAX_TOKENS if id(row) in in_flight else 0)
             longest = max(longest, known)
@@ -239,7 +239,7 @@ class DeviceRounds:
             target.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
         longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
         if self._flight is not None and self._must_move():
-            # The pool has grown, so the texts on the device move: take the round in flight first.
+            # The pool has grown, so the texts on the device must move: take the round in flight first.
             self.flush(Clock())
         setups = num_setups_of(target, self._drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
@@ -254,7 +254,7 @@ class DeviceRounds:
             kind = (choice, learns, plan.max_passes, draft)
             try:
                 propose, finish = self._capture(round, buffers, tables, shape, context, *kind)
-            except Exception as error:  # compilers and drivers raise anything
+            except Exception as error:  # compilers and drivers may raise any type
                 if is_out_of_memory(error):
                     raise
                 raise self._give_up(first_line(error)) from error
@@ -283,7 +283,7 @@ class DeviceRounds:
         return Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual), read
 
     def _give_up(self, reason: str) -> RoundError:
-        """From now on the host makes all rounds."""
+        """Let the host run all rounds from now on, with one warning. Returns the error to raise."""
         if self.failure is None:
             warnings.warn(f"rounds cannot be captured in CUDA graphs, so the host makes them: {reason}", stacklevel=4)
         self.failure = reason
@@ -296,16 +296,16 @@ class DeviceRounds:
         return self.controller.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
-        """Sizes of steps with trees, prompts not counted."""
+        """Sizes of steps with trees, prompt tokens not counted."""
         if self.controller is None:
             return []
-        # Trees may make a step larger, up to MAX_TREE_TOKENS. Beside longer prompts they take its padding.
+        # Trees may enlarge a step up to MAX_TREE_TOKENS. If prompts fill more than that, trees only use its padding.
         room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
         most = min(room, num_rows * (1 + RoundShape(padded_rows, 0).cap))
         return [size for size in self._target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
 
     def _planned_sizes(self, padded_rows: int) -> list[int]:
-        """Sizes of steps with trees that may be planned for so many rows with padding."""
+        """Sizes of steps with trees that may be planned for `padded_rows` rows, which include padding."""
         if self.controller is None or self.controller.fixed is None:
             return self._sizes(padded_rows, padded_rows, 0)
         row_counts = range(padded_rows // 2 + 1, padded_rows + 1)
@@ -322,7 +322,7 @@ class DeviceRounds:
         pool.ensure(row, num_slots if most is None else min(num_slots, most))
 
     def _round_for(self, pool: PagePool) -> DeviceRound:
-        """The memory of rounds over a pool; texts are sent again if it has moved."""
+        """The memory of rounds over a pool. If the pool has moved, it is made anew and texts are sent again."""
         if self._round is None or self._must_move():
             drafter, device = self._drafter, pool.device
             old, self._known = self._round, weakref.WeakSet()
@@ -373,7 +373,7 @@ class DeviceRounds:
         shape: RoundShape,
         plan: Plan,
     ) -> None:
-        """Send what the device must know of the round."""
+        """Send the round's inputs to the device; see `inputs_layout`."""
         here, loaded = next(self._staged)
         loaded.wait()
         inputs = {name: part.numpy() for name, part in round.inputs_in(here).items()}
@@ -408,7 +408,7 @@ class DeviceRounds:
         loaded.record()
 
     def _draws_of(self, sequences: Sequence[TokenSequence]) -> list[RowDraws]:
-        """By row, what trees know of its coming draws. Positions are those of the device."""
+        """By row, what trees know of its coming draws. Positions are left at 0, since the device knows them."""
         if not self.policy.knows_draws:
             return [RowDraws(0, 0, 0.0)] * len(sequences)
         settings = [sequence.settings for sequence in sequences]
@@ -472,7 +472,7 @@ class DeviceRounds:
     def _load_chunks(
         self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]
     ) -> list[VerifyOutput]:
-        """Add chunks of prompts behind the trees. Their rows follow the row of padding."""
+        """Add prompt chunks after the trees. Their rows follow the padding row."""
         if not chunks:
             return []
         step = FlatStep([], None, chunks)
@@ -491,32 +491,32 @@ class DeviceRounds:
         return buffers.outputs_of(step)[1]
 
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
-        """Let drafter and tables learn from the chunks of prompts that the last step read."""
+        """Let the drafter and the tables learn from the prompt chunks of the last step."""
         if self._drafter is not None:
             self._drafter.read_chunks([(chunk.draft, chunk.row, chunk.verified, chunk.following) for chunk in chunks])
         if self.failure is not None:
             return
         with self._target.launching(1) as (buffers, _):
-            if self._round is None or not self._must_move():  # a little is not learned while the pool grows
+            if self._round is None or not self._must_move():  # while the pool grows, tables skip this chunk
                 self._learned.learn_prompts(self._round_for(self._target.pool), buffers, chunks)
 
     # What was learned
 
     def state(self) -> dict[str, Tensor]:
-        """What was learned on the device, in the form of the retrievers' own states."""
+        """What was learned on the device, in the format of the retrievers' own states."""
         return self._learned.state(self._round) if self._round is not None else {}
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device by purpose, beside those of target and drafter; see `DeviceRound.memory`."""
+        """Bytes on the device by purpose, without those of target and drafter; see `DeviceRound.memory`."""
         return self._round.memory() if self._round is not None else {}
 
     def reload(self) -> None:
-        """Take over the state that the host's retrievers were restored to."""
+        """Load the restored state of the host's retrievers."""
         if self._round is not None:
             self._learned.load(self._round)
 
     def finish_text(self, sequence: TokenSequence) -> None:
-        """Add a finished text to those that copies come from."""
+        """Add a finished text to those that rows may copy from."""
         is_alone = self.policy.isolated and sequence.owner is None
         if self._round is not None and self._sources.copies is not None and not is_alone:
             self._learned.add_text(self._round, sequence.ids, self._learned.owner_of(sequence))
@@ -524,7 +524,7 @@ class DeviceRounds:
     # Taking results
 
     def _take(self, flight: Flight, clock: Clock) -> None:
-        """Extend the sequences that are still there by a round's tokens, and learn from it."""
+        """Extend the sequences that have not ended by a round's tokens, and learn from the round."""
         flight.done.wait()
         found, shape, num_rows = flight.results, flight.shape, len(flight.rows)
         counts = found["counts"][:num_rows].tolist()
@@ -545,11 +545,11 @@ class DeviceRounds:
             sequence.stats.draft_passes += num_passes
             try:
                 sequence.extend(new, accepted, TreeRow(tree, None, number, names, None, common))
-            except Exception as error:  # ends that sequence alone
+            except Exception as error:  # ends only that sequence
                 sequence.failure = error
         try:
             self._count(flight, clock, nodes, num_passes, tree)
-        except Exception:  # costs speed at most, and no answer
+        except Exception:  # learning affects only speed, so no answer may fail
             _log.exception("nothing is learned from a round")
 
     def _count(
@@ -560,7 +560,7 @@ class DeviceRounds:
         num_passes: int,
         tree: DraftTree,
     ) -> None:
-        """Learn a round's times and outcome."""
+        """Learn from a round's times and outcome."""
         before, proposed, verified, finished = flight.marks
         ended, self._ended = self._ended, finished
         seconds = [seconds_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
@@ -598,7 +598,7 @@ class DeviceRounds:
 
 @lru_cache(maxsize=64)
 def _share_powers(temperature: float) -> list[float]:
-    """By bucket, see `RowDraws.share_power`; rows with the same settings share it from round to round."""
+    """`RowDraws.share_power` of each bucket. Cached, since most rows have the same few temperatures."""
     draws = RowDraws(0, 0, temperature)
     return [draws.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)]
 

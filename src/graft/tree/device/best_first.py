@@ -1,7 +1,7 @@
-"""Best-first trees on the device, a program a row: the trees of `graft_best_first` in `tree/native/trees.c`.
+"""Best-first trees on the device: the same trees as those of `graft_best_first` in `tree/native/trees.c`.
 
-Nodes that may come next are open. The likeliest of them is taken, and opens its next sibling and its first child. A
-node has at most one open sibling, so that there is never more than one open node more than nodes were taken.
+Nodes that may come next are open. The likeliest open node is taken, and opens its next sibling and its first child. So
+there is at most one more open node than taken ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graft.tree.candidates import Level
 
 @dataclass(frozen=True)
 class Trees:
-    """Trees of n nodes a row, the root not counted: depth by depth, the likeliest first, then padding."""
+    """Trees of n nodes per row, without the root: depth by depth, likeliest first, then padding."""
 
     numbers: Tensor  # [5, R, n] int32: tokens, parents, depths, and the bits of probabilities and paths
 
@@ -28,22 +28,22 @@ class Trees:
 
     @property
     def parents(self) -> Tensor:
-        """Numbers of nodes, from 1; 0 is the root."""
+        """Parents as node numbers from 1; 0 is the root."""
         return self.numbers[1]
 
     @property
     def depths(self) -> Tensor:
-        """1 is a child of the root."""
+        """Depths; a child of the root has depth 1."""
         return self.numbers[2]
 
     @property
     def probabilities(self) -> Tensor:
-        """Of each token, given its parent; 0 is padding."""
+        """P(token | parent); 0 is padding."""
         return self.numbers[3].view(torch.float32)
 
     @property
     def paths(self) -> Tensor:
-        """The probabilities' product along the path."""
+        """Path probabilities: the product along the path."""
         return self.numbers[4].view(torch.float32)
 
     def levels(self, num_rows: int) -> list[Level]:
@@ -67,12 +67,12 @@ class Trees:
 
 def grow(
     tokens: Tensor,  # [R, E, m] int32
-    probabilities: Tensor,  # [R, E, m] float32, in falling order
-    entries: Tensor,  # [R, E, m] int32: where the children of each token are; -1: it has none
+    probabilities: Tensor,  # [R, E, m] float32, in descending order
+    entries: Tensor,  # [R, E, m] int32: the entry with each token's children; -1: none
     num_levels: int,
     trees: Trees,
 ) -> None:
-    """Writes the trees of the likeliest paths, at most `num_levels` deep. The root's children are in entry 0."""
+    """Write the trees of the likeliest paths, at most `num_levels` deep. The root's children are in entry 0."""
     num_rows, num_entries, num_children = tokens.shape
     num_nodes = trees.numbers.shape[2]
     _grow_kernel[(num_rows,)](
@@ -89,7 +89,7 @@ def grow(
 
 @triton.jit
 def _worth_of(path: tl.tensor, order: int) -> tl.tensor:
-    """A number that is greater the likelier a path is, and among equals the earlier it was found; 0: no node."""
+    """A sort key: higher for likelier paths and, among equals, for those found earlier; 0: no node."""
     worth = (path.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - order)
     return tl.where(path > 0, worth, 0)
 
@@ -110,7 +110,7 @@ def _grow_kernel(
     num_nodes: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row. A taken node's sibling is open in its place, and the child of node n in place n + 1."""
+    """A program is one row. A taken node's sibling takes its place among the open nodes, and node n's child n + 1."""
     row = tl.program_id(0)
     table = row.to(tl.int64) * num_entries * num_children
     place = tl.arange(0, BLOCK)
@@ -159,7 +159,7 @@ def _grow_kernel(
         parent = tl.where(is_child, order, parent)
         above = tl.where(is_child, path, above)
 
-    # Depth by depth: a node's place is its own among those of its depth, behind all that are less deep.
+    # The output is depth by depth: a node comes after all less deep ones, in its order among those of its depth.
     start = tl.zeros([BLOCK], tl.int32)
     start_above = tl.zeros([BLOCK], tl.int32)
     before, end = 0, 0

@@ -1,7 +1,8 @@
-"""Copies of earlier text on the device: what followed the latest occurrences of a text's end.
+"""Prompt lookup on the device: proposes what followed earlier occurrences of a text's last tokens.
 
-There is no index. A lookup scans the row's own text and the finished texts for the last two tokens, a block of text a
-program; the latest occurrences are then compared further back, and what followed the longest ones becomes a tree.
+There is no index. A kernel scans the row's own text and the finished texts for the last two tokens; each program takes
+one block of text. The latest occurrences are compared further back, and the continuations of the longest matches
+become a tree.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from graft.tree.device.noise import copied_bucket
 from graft.tree.device.pool import ALONE, NO_TOKEN, Draws, Pool, PoolShape, key_of, path_of, prob_of, probs_of_kind
 
-MAX_OCCURRENCES = 12  # of a pair of tokens, the latest, that are compared
-MAX_MATCH = 24  # tokens that are compared
-MAX_LENGTH = 32  # tokens that are copied
+MAX_OCCURRENCES = 12  # the latest occurrences of a pair of tokens, which are compared further back
+MAX_MATCH = 24  # the longest match, in tokens
+MAX_LENGTH = 32  # the longest copy, in tokens
 _BLOCK = 1024  # tokens of text that one program scans
 _SPANS = tl.constexpr(16)  # MAX_OCCURRENCES, rounded up to a power of two
-_NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences that go on alike: from 0, 0.3, 0.6 and 0.9
+_NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences with the same next token: from 0, 0.3, 0.6 and 0.9
 
 
 class Texts:
@@ -31,13 +32,13 @@ class Texts:
     """
 
     def __init__(self, num_table_rows: int, context: int, past: int, device: torch.device) -> None:
-        """past: room for tokens of finished texts, a power of two."""
+        """past: the ring's size in tokens, a power of two."""
         self.own = torch.zeros(num_table_rows, context, dtype=torch.int32, device=device)
-        # Tokens of each text, the root's too.
+        # Tokens of each text, including the root.
         self.lengths = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
         self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
-        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # who may see each token; 0: everybody
-        self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and those since dropped
+        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # whose rows may copy each token; 0: all
+        self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and ever dropped
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Found:
     """The latest occurrences of each place's last two tokens."""
 
     counts: Tensor  # [R, places, blocks] int32
-    positions: Tensor  # [R, places, blocks, MAX_OCCURRENCES] int64 behind the pair, the latest first
+    positions: Tensor  # [R, places, blocks, MAX_OCCURRENCES] int64 of the token after the pair, the latest first
 
     @classmethod
     def make(cls, num_rows: int, num_places: int, num_tokens: int, device: torch.device) -> Found:
@@ -60,7 +61,7 @@ class Found:
 
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
-    """Start a round: the roots are the last tokens of the texts at `table_rows` [R], and all else is padding."""
+    """Reset the pool to the roots: the last tokens of the texts at `table_rows` [R]. All other places are padding."""
     _begin_kernel[(shape.num_rows, triton.cdiv(shape.width, _BLOCK))](
         pool.tokens,
         pool.parents,
@@ -82,10 +83,10 @@ def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> Non
 
 
 def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, max_depths: Tensor) -> None:
-    """Writes the likeliest nodes below the roots to `places` [R, num_places], -1 where there is none.
+    """Write the likeliest nodes below the roots to `places` [R, num_places]; -1 where there is none.
 
-    made: [passes] int32, of which the first says whether anything was drafted; without it there is no place.
-    max_depths: [R] int32, deeper nodes get no children.
+    made: [passes] int32 whether each draft pass was made; without the first, all places are -1.
+    max_depths: [R] int32; nodes this deep get no children.
     """
     _choose_places_kernel[(shape.num_rows,)](
         pool.paths,
@@ -110,10 +111,10 @@ def find(
     past: Found,
     max_context: int,
 ) -> None:
-    """Finds the last two tokens of every place in the row's own text and in finished ones.
+    """Find the last two tokens of every place's path in the row's own text and in finished texts.
 
-    table_rows: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row sees. places: [R, P] int32
-    nodes of the pool, -1 for none. max_context: no text is longer.
+    table_rows: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row may copy. places: [R, P]
+    int32 nodes of the pool, -1 for none. max_context: upper bound of a text's length.
     """
     num_rows, num_places = places.shape
     for found, num_blocks, is_past in (
@@ -160,10 +161,10 @@ def attach(
     source: int,
     first: int,
 ) -> None:
-    """Adds below every place what followed the occurrences that were found.
+    """Add the continuations of the found occurrences below every place.
 
-    source: of copies of the row's own text; those of finished texts have the next number. first: where the copies of
-    the first place begin in the pool.
+    source: number for copies of the row's own text; copies of finished texts have the next number. first: where the
+    copies of the first place begin in the pool.
     """
     num_rows, num_places = places.shape
     _attach_kernel[(num_rows, num_places)](
@@ -227,7 +228,7 @@ def _begin_kernel(
     capacity: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block of a row."""
+    """A program is one block of a row."""
     row, block = tl.program_id(0), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     node = row.to(tl.int64) * capacity + place
@@ -260,7 +261,7 @@ def _choose_places_kernel(
     NUM_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
+    """A program is one row."""
     row = tl.program_id(0)
     is_drafted = tl.load(made) != 0
     max_depth = tl.load(max_depths + row)
@@ -270,7 +271,7 @@ def _choose_places_kernel(
     count = 0
     for _ in range(NUM_PLACES):
         best = tl.max(path, axis=0)
-        node = tl.min(tl.where(path == best, place, BLOCK), axis=0)  # of equal ones the first
+        node = tl.min(tl.where(path == best, place, BLOCK), axis=0)  # among equals, the first
         path = tl.where(place == node, -1.0, path)
         is_place = is_drafted & (best > 0) & (tl.load(depths + first + node) < max_depth)
         tl.store(places + row * NUM_PLACES + count, node, mask=is_place)
@@ -303,13 +304,13 @@ def _find_kernel(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block of text, counted from the latest token back, for all places of a row."""
+    """A program is one block of text, for all places of a row. Blocks are counted back from the latest token."""
     block, row = tl.program_id(0), tl.program_id(1)
-    back = block * BLOCK + tl.arange(0, BLOCK)  # tokens behind the one looked at
+    back = block * BLOCK + tl.arange(0, BLOCK)  # how many tokens come later
     if IS_PAST:
         written, dropped = tl.load(past_end), tl.load(past_end + 1)
         at = written - 1 - back
-        is_text = at > dropped  # the token before it is there too
+        is_text = at > dropped  # so the token before is not dropped either
         text = texts
         owner = tl.load(owners + row)
         token = tl.load(text + (at & ring), mask=is_text, other=-1)
@@ -355,7 +356,7 @@ def _latest(
     MOST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
-    """The latest positions of one place, [_SPANS] int64, the oldest first and -1 behind them, from its blocks."""
+    """The latest positions of one place over all blocks, [_SPANS] int64: the oldest first, then -1."""
     block = tl.arange(0, BLOCKS)
     count = tl.load(counts + where * num_blocks + block, mask=block < num_blocks, other=0)
     before = tl.cumsum(count, axis=0) - count
@@ -371,7 +372,7 @@ def _latest(
 
 @triton.jit
 def _match_bucket(match: tl.tensor, size: tl.tensor, members: tl.tensor) -> tl.tensor:
-    """The score bucket of a copied token: by the length of the match, and the share of occurrences that go on so."""
+    """The score bucket of a copied token, by match length and by the share of occurrences with this next token."""
     length = (match >= 3).to(tl.int32)  # a match has at least two tokens
     length += (match >= 4).to(tl.int32)
     length += (match >= 6).to(tl.int32)
@@ -387,7 +388,7 @@ def _match_bucket(match: tl.tensor, size: tl.tensor, members: tl.tensor) -> tl.t
 
 @triton.jit
 def _at_leader(value: tl.tensor, leader: tl.tensor) -> tl.tensor:
-    """value [_SPANS] of each one's leader."""
+    """The value [_SPANS] at the leader of each occurrence's group."""
     span = tl.arange(0, _SPANS)
     return tl.sum(tl.where(leader[:, None] == span[None, :], value[None, :], 0), axis=1)
 
@@ -396,10 +397,10 @@ def _at_leader(value: tl.tensor, leader: tl.tensor) -> tl.tensor:
 def _grouped(
     active: tl.tensor, token: tl.tensor, branch: tl.tensor, order: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Occurrences [_SPANS] of the same branch that go on with the same token.
+    """Group occurrences [_SPANS] of the same branch by their next token. A group's leader is its first occurrence.
 
-    Whether each goes on at all, whether it is the first of its group, that first one, the group's size, and the rank of
-    the group among all: by the order of the branches, then the largest first, then the first to appear.
+    Returns for each occurrence: whether it has a next token, whether it is a leader, its leader, the size of its group,
+    and the group's rank. Groups are ranked by the order of their branches, then by size, then by first appearance.
     """
     span = tl.arange(0, _SPANS)
     goes_on = active & (token >= 0)
@@ -454,7 +455,7 @@ def _attach_kernel(
     OWN_BLOCKS: tl.constexpr,
     PAST_BLOCKS: tl.constexpr,
 ) -> None:
-    """One place: a tree of what followed in the row's own text, and one of what followed in finished texts."""
+    """A program is one place. It makes a tree of continuations in the row's own text, and one of finished texts."""
     row, number = tl.program_id(0), tl.program_id(1)
     where = row * tl.num_programs(1) + number
     node = tl.load(places + where)
@@ -470,7 +471,7 @@ def _attach_kernel(
     need = tl.load(needs + first + node)
     limit = tl.minimum(MAX_LENGTH, tl.load(max_depths + row) - top)
 
-    # The end of the text with the path down to the node, the last token first.
+    # The last tokens of the text and the path down to the node, in reverse order.
     back = tl.arange(0, MAX_LENGTH)
     suffix = tl.load(text + end - 1 - (back - top), mask=(back >= top) & (back - top < end), other=-2)
     above = node
@@ -487,13 +488,13 @@ def _attach_kernel(
     differs = back[None, :] >= MAX_MATCH
     own_match = tl.min(tl.where(differs | (own_token != suffix[None, :]), back[None, :], MAX_LENGTH), axis=1)
     past_match = tl.min(tl.where(differs | (past_token != suffix[None, :]), back[None, :], MAX_LENGTH), axis=1)
-    # Only what something follows counts.
+    # Leave out occurrences at the end of a text, which nothing follows.
     own_follows = (own_at >= 0) & (own_at < end)
     past_follows = (past_at >= 0) & (tl.load(past + (past_at & ring), mask=past_at >= 0, other=-1) >= 0)
     own_match = tl.where(own_follows, own_match, 0)
     past_match = tl.where(past_follows, past_match, 0)
     own_longest, past_longest = tl.max(own_match, axis=0), tl.max(past_match, axis=0)
-    # Matches at most half as long as the longest are left out: they would only take up its nodes.
+    # Matches at most half as long as the longest are left out: they would only take nodes from it.
     own_active = own_follows & (2 * own_match > own_longest)
     past_active = past_follows & (2 * past_match > past_longest)
 
@@ -508,7 +509,7 @@ def _attach_kernel(
     past_key = own_key
     own_first = first_copy + number * 2 * NUM_NODES
     past_first = own_first + NUM_NODES
-    num_own, num_past, num_new = 0, 0, 0  # nodes so far; of those of finished texts, the ones that are new
+    num_own, num_past, num_new = 0, 0, 0  # nodes so far: of each tree, and those of finished texts alone
     step = 0
     goes_on = tl.sum((own_active | past_active).to(tl.int32), axis=0) > 0
     while (step < limit) & goes_on:
@@ -538,7 +539,7 @@ def _attach_kernel(
             past_active, past_next, past_branch, past_order
         )
         is_past_made = is_past_first & (num_past + past_rank < NUM_NODES)
-        # A token of both texts has the node of the row's own.
+        # If both texts propose a token, they share the node of the row's own text.
         is_known = is_past_made[:, None] & is_made[None, :] & (past_node[:, None] == own_node[None, :])
         is_known = is_known & (past_next[:, None] == own_next[None, :])
         has_node = tl.sum(is_known.to(tl.int32), axis=1) > 0

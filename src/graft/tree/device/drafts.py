@@ -1,7 +1,7 @@
-"""Drafted nodes enter the pool on the device, and decide whether another draft pass is made.
+"""Adds drafted nodes to the pool on the device, and decides whether another draft pass is made.
 
-A pass is made as long as the probability that one of its beams is accepted, summed over the rows, is above a threshold
-that the host set before the round: it is what another pass must bring to be worth its time.
+The reach of a pass is the probability that one of its beams is accepted, summed over the rows. The pass is made if its
+reach is above a threshold, which the host set before the round: below it, a pass is not worth its time.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ def add_level(
     pool: Pool,
     shape: PoolShape,
     number: int,
-    tokens: Tensor,  # [R * n] whole numbers: depth by depth, likeliest first
-    parents: Tensor,  # [R * n] likewise, numbers in the drafted tree: 0 is the root
-    probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding, behind the last level
+    tokens: Tensor,  # [R * n] integers: depth by depth, likeliest first
+    parents: Tensor,  # [R * n] integers: node numbers in the drafted tree; 0 is the root
+    probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding, after the last level
     acceptance_probs: Tensor | None,  # [kinds * agreements, sources, buckets] float32; None: q is taken as it is
     factors: Tensor,  # int64, by depth
     starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
     kinds: Tensor,  # [R] int32 of rows, see `Draws`
-    caps: Tensor,  # [R] int32: a row of 0 gets no drafted node
-    thresholds: Tensor,  # [passes + 1] float32: reach below which the pass of that number is not made
+    caps: Tensor,  # [R] int32; a row with cap 0 gets no drafted nodes
+    thresholds: Tensor,  # [passes + 1] float32: a pass is made if its reach is above
     reach: Tensor,  # [R] float32, written: P(one of the row's next beams is accepted)
     reaches: Tensor,  # [passes + 1] float32, written: the sum of `reach` before the next pass
-    made: Tensor,  # [passes + 1] int32: whether each pass is made; that of the next one is written
-    arrived: Tensor,  # [1] int32, 0 before and after
+    made: Tensor,  # [passes + 1] int32: whether each pass is made; the next pass's flag is written
+    arrived: Tensor,  # [1] int32 counter of finished programs; 0 before and after
     source: int,
     num_beams: int,
     num_depths: int,
 ) -> None:
-    """Adds the nodes of pass `number`, if that pass was made, and decides about the next.
+    """Add the nodes of pass `number`, if that pass was made, and decide about the next.
 
     num_depths: the most levels that the pass gives.
     """
@@ -126,7 +126,7 @@ def _add_level_kernel(
     NUM_BUCKETS: tl.constexpr,
     IS_CALIBRATED: tl.constexpr,
 ) -> None:
-    """One row; the last program of the launch decides about the next pass."""
+    """A program is one row; the last one to finish decides about the next pass."""
     row = tl.program_id(0)
     is_made = tl.load(made + NUMBER) != 0
     place = tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def _add_level_kernel(
     tl.store(needs + node, NUMBER + 1, mask=inside)
     tl.store(sources + node, source, mask=inside)
     tl.store(buckets + node, bucket, mask=inside)
-    # Parents come before their children: each time, the nodes of one more depth find theirs in the pool.
+    # A node needs its parent in the pool, so each iteration adds one more depth.
     num_before = level_start - first_level
     num_there = num_before
     path = tl.zeros([BLOCK], tl.float32)

@@ -1,7 +1,7 @@
 """The noise of coming draws on the device: what `tree/native/draws.c` computes, in the same order of operations.
 
-A sampled token is the argmax of log p / T + g, with noise g of (seed, position, token) alone. E = exp(-g) is an
-exponential number: among tokens of probability p the one with the least E / p^(1/T) is drawn.
+A sampled token is the argmax of log p / T + g, where the Gumbel noise g depends only on (seed, position, token).
+E = exp(-g) is exponentially distributed, and the token with the least E / p^(1/T) is drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mixed(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def random_bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The 53 random bits of a token in a draw."""
+    """The 53 random bits of a token in a draw, as an integer."""
     key = mixed(mixed(seed.to(tl.uint64)) + position.to(tl.uint64))
     return (mixed(key + token.to(tl.uint64) * GOLDEN) >> 11).to(tl.int64)
 
@@ -65,7 +65,7 @@ def draw_time(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tens
 def copied_bucket(
     bucket: tl.tensor, kind: tl.tensor, seed: tl.tensor, position: tl.tensor, token: tl.tensor
 ) -> tl.tensor:
-    """The score bucket of a copied token: in a sampled row (kind above 0) it says, too, how its noise speaks for it."""
+    """The score bucket of a copied token. In a sampled row (kind > 0) it is split by the bucket of the token's E."""
     time = draw_time(seed, position, token)
     noise = (time >= 0.05).to(tl.int32)
     noise += (time >= 0.15).to(tl.int32)
@@ -85,10 +85,10 @@ def successor_buckets(
     seed: tl.tensor,
     position: tl.tensor,  # [nodes, K]
     token: tl.tensor,
-    powers: tl.tensor,  # [NUM_BUCKETS] float64 of the row: how much less likely to be drawn so many buckets down is
+    powers: tl.tensor,  # [NUM_BUCKETS] float64 of the row, see `Draws.powers`
     starts: tl.tensor,  # [NUM_BUCKETS] float64, see `bucket_starts`
 ) -> tl.tensor:
-    """In a sampled row, the buckets of the probability that each successor is drawn, by probability and noise."""
+    """In a sampled row, the bucket of the probability that each successor is drawn, given its probability and noise."""
     K: tl.constexpr = bucket.shape[1]
     rank = tl.arange(0, K)[None, :]
     first = tl.sum(tl.where(rank == 0, bucket, 0), axis=1)[:, None]
@@ -96,7 +96,7 @@ def successor_buckets(
     is_weighed = is_new & (below >= 0)
     power = tl.load(powers + tl.where(is_weighed, below, 0))
     weight = tl.where(is_weighed, power / draw_time(seed, position, token), 0.0)
-    # Summed one by one, as the C code does.
+    # Summed one by one, in the order of the C code.
     total = tl.zeros_like(tl.sum(weight, axis=1))
     for number in tl.static_range(K):
         total += tl.sum(tl.where(rank == number, weight, 0.0), axis=1)
@@ -106,13 +106,13 @@ def successor_buckets(
 
 
 class DraftDraws(NamedTuple):
-    """What a drafter knows of the coming draws of texts. `topk.highest` adds their noise to its logits / T."""
+    """What a drafter knows of the texts' next draws. `topk.highest` adds their noise to the drafter's logits / T."""
 
     seeds: Tensor  # [S] int64
     temperatures: Tensor  # [S] float32; 0: greedy, without noise
-    positions: Tensor  # [S] int32 of each text's last token: the next draw is one later
-    to_target: Tensor  # [V] int64, to add to a draft id
-    num_passes: Tensor | None = None  # [S] int32 draft passes before this one, each of which guessed one draw
+    positions: Tensor  # [S] int32 of each text's last token; the next draw is at the next position
+    to_target: Tensor  # [V] int64 target id minus draft id
+    num_passes: Tensor | None = None  # [S] int32 earlier draft passes of the round; each was one draw further
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def draft_noise(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.te
     """The noise of tokens in a draw, float32. Drafts need no more; the sampler itself uses float64."""
     others = 9007199254740991 - random_bits(seed, position, token)
     v = (others.to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
-    # E = -log(1 - v), precise where v is small too: that is where the noise is high.
+    # E = -log(1 - v). It must be precise for small v, where the noise is highest.
     rest = tl.maximum(1.0 - v, 5.0e-8)
     is_tiny = rest == 1.0
     time = tl.where(is_tiny, v, tl.log(rest) * v / tl.where(is_tiny, 1.0, rest - 1.0))

@@ -1,4 +1,4 @@
-"""What follows a verify on the device: texts grow by the accepted tokens, proposals are counted, and tables learn."""
+"""After a verify on the device: append accepted tokens, count proposals for the calibration, and teach the tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from graft.tree.device.copies import Texts
 from graft.tree.device.pool import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, bucket_of
 from graft.tree.device.tables import NUM_TABLES, Tables, row_of
 
-_BLOCK = 64  # nodes of one program that learns
-_COUNTED = 128  # nodes of one program that counts
+_BLOCK = 64  # nodes of a program of `learn`
+_COUNTED = 128  # nodes of a program of `count`
 _NUM_TERMS = tl.constexpr(11)
-# The Taylor series of 2^-f for f from 0 to 1, in parts of 2^30: exponentials are whole numbers, the same everywhere.
+# The Taylor series of 2^-f for f from 0 to 1, in units of 2^-30. Integers give the same exponentials everywhere.
 _TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
 
 
@@ -26,16 +26,16 @@ def advance(
     texts: Texts,
     table_rows: Tensor,  # [R] int32
     starts: Tensor,  # [R or more] int32 each row's first token in the step
-    counts: Tensor,  # [R] int32 new tokens of each row; 0 for a row that is not in use
+    counts: Tensor,  # [R] int32 new tokens of each row; 0 for an unused row
     tokens: Tensor,  # [R, W] int32 these tokens
     nodes: Tensor,  # [R, W] int32 the token of the step after which each was chosen
-    places: Tensor,  # [R, P] int32, written: of the accepted nodes in their trees, for the commit
+    places: Tensor,  # [R, P] int32, written: places of the accepted nodes in their trees, for the commit
     num_accepted: Tensor,  # [R] int32, written
     lengths: Tensor,  # [R] int32, written: tokens that were committed before the root
     factors: Tensor,  # int64, by depth
-    emitted: Tensor,  # [R, W + 1] int64, written: by depth, the key of the path that the tokens are
+    emitted: Tensor,  # [R, W + 1] int64, written: by depth, the key of the path of new tokens
 ) -> None:
-    """Appends the new tokens to the texts, and says which keys and values stay."""
+    """Append the new tokens to the texts, and write which keys and values to commit."""
     num_rows, width = tokens.shape
     _advance_kernel[(num_rows,)](
         texts.own,
@@ -59,7 +59,7 @@ def advance(
 
 
 def line_up(
-    counts: Tensor,  # [R + 1] int32 new tokens of each row; the last, of padding, is set to 0
+    counts: Tensor,  # [R + 1] int32 new tokens of each row; the last one, for padding, is set to 0
     lengths: Tensor,  # [R + 1] int32, likewise
     tokens: Tensor,  # [R, W] int32
     nodes: Tensor,  # [R, W] int32
@@ -69,7 +69,7 @@ def line_up(
     entry_tokens: Tensor,  # [E] int32, written
     entry_nodes: Tensor,  # [E] int32, written
 ) -> None:
-    """Writes the rows' new tokens behind each other."""
+    """Write the new tokens of all rows as one flat list of entries."""
     num_rows = len(counts) - 1
     _line_up_kernel[(num_rows + 1,)](
         *(counts, lengths, tokens, nodes, begins, entry_rows, entry_places, entry_tokens, entry_nodes),
@@ -88,12 +88,15 @@ def count(
     shape: PoolShape,
     factors: Tensor,
     counts: Tensor,  # [R] int32 new tokens of each row
-    emitted: Tensor,  # [R, W + 1] int64 the keys of the paths that they are, see `advance`
+    emitted: Tensor,  # [R, W + 1] int64 the keys of their paths, see `advance`
     kinds: Tensor,  # [R] int32 of rows, see `Draws`
     tried: Tensor,  # [kinds * agreements, sources, buckets] int32, added to
     fitted: Tensor,  # likewise
 ) -> None:
-    """Counts the proposals whose parent's path was emitted with a token behind it, and those that are this token."""
+    """Count proposals as `Candidates.count` does.
+
+    A proposal is tried if its parent's path was emitted with a token after it. It fits if it is this token.
+    """
     _count_kernel[(triton.cdiv(shape.width, _COUNTED), shape.num_rows)](
         pool.tokens,
         pool.depths,
@@ -133,10 +136,11 @@ def learn(
     num_rows: int,
     is_text: bool,
 ) -> None:
-    """Writes the successors of every n-gram of a step to all tables.
+    """Write the successors of every n-gram of a step to all tables.
 
-    Where an n-gram occurs several times the likeliest node's stay, or in chunks of text (`is_text`) the last
-    occurrence's; of several rows the last one's. num_rows: tokens of further rows are padding.
+    If an n-gram occurs several times in one row, the likeliest node's successors stay; in prompt chunks (`is_text`),
+    those of the last occurrence. If it occurs in several rows, the last row's stay.
+    num_rows: tokens of later rows are padding.
     """
     size = len(step_tokens)
     _learn_kernel[(triton.cdiv(size, _BLOCK), NUM_TABLES)](
@@ -186,7 +190,7 @@ def _advance_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
+    """A program is one row."""
     row = tl.program_id(0)
     count, table_row, start = tl.load(counts + row), tl.load(table_rows + row), tl.load(starts + row)
     end = tl.load(text_lengths + table_row)
@@ -224,7 +228,7 @@ def _line_up_kernel(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """One row; the program behind the last writes the padding."""
+    """A program is one row; an extra program writes the padding."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     begin = tl.sum(tl.load(counts + rows, mask=(rows < row) & (rows < num_rows), other=0), axis=0)
@@ -271,7 +275,7 @@ def _count_kernel(
     emitted_room: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A block of a row's nodes."""
+    """A program is a block of a row's nodes."""
     block, row = tl.program_id(0), tl.program_id(1)
     node = row.to(tl.int64) * capacity + block * BLOCK + tl.arange(0, BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
@@ -308,7 +312,7 @@ def _rows_of(
     factors: tl.tensor,
     rows_room: int,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rows of a table that the n-grams at tokens of a step belong to, and their hashes. number: of the table."""
+    """The table rows of the n-grams that end at tokens of a step, and their hashes. number: of the table."""
     row = tl.load(rows + node, mask=is_node, other=0)
     start = tl.load(starts + row, mask=is_node, other=0)
     place = node - start
@@ -325,7 +329,7 @@ def _rows_of(
     return row_of(number, token, last, second, salt, table_starts, row_bits, factors)
 
 
-# Steps with prompts have their own numbers of tokens and rows: none of them is to be compiled for.
+# Steps with prompts have many numbers of tokens and rows: do not compile the kernel for each of them.
 _BY_STEP = ["tokens", "parents", "places", "rows", "starts", "before", "salts", "successors", "logits"]
 
 
@@ -355,7 +359,7 @@ def _learn_kernel(
     IS_TEXT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A block of tokens, for one table."""
+    """A program is a block of tokens, for one table."""
     block, number = tl.program_id(0), tl.program_id(1)
     own = block * BLOCK + tl.arange(0, BLOCK)
     own_row = tl.load(rows + own, mask=own < size, other=0x7FFFFFFF)
@@ -401,7 +405,7 @@ def _learn_kernel(
     token = tl.load(successors + at, mask=is_written[:, None], other=0)
     logit = tl.load(logits + at, mask=is_written[:, None], other=0.0)
     best = tl.load(logits + own * K, mask=is_written, other=0.0)
-    # The exponential of what is at most 0, in parts of 2^30.
+    # exp(x) for x <= 0, in units of 2^-30.
     x = logit - best[:, None]
     halvings = (x.to(tl.float64) * tl.full([], -1549082004.679870, tl.float64)).to(tl.int64)
     halvings = tl.where((x < 0) & (x > -20.0), halvings, 0)

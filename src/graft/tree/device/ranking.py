@@ -1,7 +1,7 @@
 """Merging and ranking on the device: equal paths become one node, and the best nodes of all rows become the step.
 
-Nodes are compared with each other, all with all: a few thousand comparisons a node cost less than a hash table whose
-order would depend on which thread comes first.
+All nodes of a row are compared with each other. That costs less than a hash table, whose order would also depend on
+which thread comes first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Ranked:
     """The likeliest nodes of each row, best first."""
 
     nodes: Tensor  # [R, cap] int32 places in the pool
-    paths: Tensor  # [R, cap] float32; 0 behind the last
-    counts: Tensor  # [R] int32 how many of them are verified; -1 in a row that is not in use
+    paths: Tensor  # [R, cap] float32 path probabilities; 0 after the last node
+    counts: Tensor  # [R] int32 how many of them are verified; -1 in an unused row
 
 
 class Scratch:
     """Memory between the kernels of a merge."""
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
-        # By node: the likeliest copy of its path; and of that copy, whether several sources proposed it, and whether
-        # the drafter proposed a child of it.
+        # By node: the likeliest copy of its path. By such a copy: whether several sources proposed it, and whether the
+        # drafter proposed a child of it.
         self.kept, self.is_agreed, self.spoke = torch.zeros(
             3, num_rows, capacity, dtype=torch.int32, device=device
         ).unbind()
@@ -48,7 +48,7 @@ def merge(
     kinds: Tensor,
     drafted: int,
 ) -> None:
-    """Makes equal paths one node, the likeliest copy, and computes its probability again by who agreed on it.
+    """Merge equal paths into the likeliest copy, and recompute its probability by agreement (`Candidates.merge`).
 
     kinds: [R] int32 of rows, see `Draws`. drafted: the source of drafted nodes.
     """
@@ -93,9 +93,9 @@ def merge(
 
 
 def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked, total: Tensor) -> None:
-    """Ranks every row's nodes, and counts how many of each row are among the best of all.
+    """Rank the nodes of every row, and count how many of each row are among the best of all rows.
 
-    caps: [R] int32, the most nodes of each row; -1 for a row that is not in use. total: [1] int32, of all rows.
+    caps: [R] int32 the most nodes of each row; -1 for an unused row. total: [1] int32 the most nodes of all rows.
     """
     cap = ranked.nodes.shape[1]
     ranked.paths.zero_()
@@ -141,7 +141,10 @@ def _find_copies_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
-    """A block of nodes against all nodes of their row. new_needs: by node, the least of all copies."""
+    """A program compares a block of nodes with all nodes of their row.
+
+    new_needs: written, by node: the fewest draft passes that any of its copies needs.
+    """
     block, row = tl.program_id(0), tl.program_id(1)
     first = row.to(tl.int64) * capacity
     own = block * BLOCK + tl.arange(0, BLOCK)
@@ -163,11 +166,11 @@ def _find_copies_kernel(
             other_source = tl.load(sources + first + other, mask=is_other, other=-1)
             other_need = tl.load(needs + first + other, mask=is_other, other=0)
             is_copy = is_other[None, :] & (key[:, None] == other_key[None, :])
-            # The likeliest copy stays, of equally likely ones the first: one number says both.
+            # The likeliest copy stays; among equals, the first. One number encodes both.
             worth = (other_path.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - other).to(tl.int64)
             best = tl.maximum(best, tl.max(tl.where(is_copy, worth[None, :], 0), axis=1))
             least_need = tl.minimum(least_need, tl.min(tl.where(is_copy, other_need[None, :], 0x7FFFFFFF), axis=1))
-            # Counted together: copies of other sources, and drafted children.
+            # One sum counts both copies of other sources and drafted children.
             is_drafted = other_source == drafted
             depth = tl.load(depths + first + other, mask=is_drafted, other=0)
             token = tl.load(tokens + first + other, mask=is_drafted, other=0)
@@ -202,7 +205,7 @@ def _weigh_kernel(
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: other copies become padding, and probabilities are computed again, depth by depth."""
+    """A program is one row: other copies become padding, and probabilities are recomputed depth by depth."""
     row = tl.program_id(0)
     acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
     first = row.to(tl.int64) * capacity
@@ -221,7 +224,7 @@ def _weigh_kernel(
     own = tl.where(is_kept & agreed, AGREED, tl.where(is_opposed, OPPOSED, ALONE))
     prob = prob_of(acceptance_probs, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
     deepest = tl.max(tl.where(is_kept, depth, 0), axis=0)
-    tl.debug_barrier()  # all have read what is written over now
+    tl.debug_barrier()  # all threads have read what is overwritten now
     tl.store(parents + first + place, parent, mask=is_node)
     tl.store(agreement + first + place, tl.where(is_node, own, ALONE), mask=place < width)
     tl.store(needs + first + place, tl.where(is_kept, least_need, 0), mask=is_node)
@@ -245,7 +248,7 @@ def _rank_row_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
-    """A block of nodes: how many of their row are likelier. Of equal ones the first goes first."""
+    """A program ranks a block of nodes: it counts the likelier nodes of their row. Among equals, the first wins."""
     block, row = tl.program_id(0), tl.program_id(1)
     first = row.to(tl.int64) * capacity
     own = block * BLOCK + tl.arange(0, BLOCK)
@@ -274,7 +277,10 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
-    """A block of a row's best: how many are among the `total` likeliest of all. Of equal ones the first goes first."""
+    """A program counts how many of a block of a row's best nodes are among the `total` likeliest of all rows.
+
+    Among equals, the first wins.
+    """
     block, row = tl.program_id(0), tl.program_id(1)
     rank = block * BLOCK + tl.arange(0, BLOCK)
     own = row * CAP + rank
@@ -296,7 +302,7 @@ def lay_out(
     pool: Pool,
     shape: PoolShape,
     ranked: Ranked,
-    texts_lengths: Tensor,  # [table_rows] int32 tokens of each text, the root's too
+    texts_lengths: Tensor,  # [table_rows] int32 tokens of each text, including the root
     table_rows: Tensor,  # [R] int32
     columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
     by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
@@ -304,10 +310,10 @@ def lay_out(
     size: int,
     stride: int = 0,
 ) -> None:
-    """Writes the trees as a flat step of `size` tokens, row behind row, each row's likeliest nodes first.
+    """Write the trees as a flat step of `size` tokens: row after row, each row's likeliest nodes first.
 
-    What the nodes do not fill is padding, which belongs to a row behind the last, of table row 0 and no tokens.
-    stride: places that every row has, filled or not; 0: a row begins where the one before ends.
+    Padding tokens belong to an extra row after the last, which has table row 0 and no tokens.
+    stride: tokens reserved for every row; 0: a row begins where the previous one ends.
     """
     cap = ranked.nodes.shape[1]
     _lay_out_kernel[(shape.num_rows + 1,)](
@@ -364,7 +370,7 @@ def _lay_out_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """One row; the program behind the last writes the padding behind all rows."""
+    """A program is one row; an extra program writes the padding after all rows."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     widths = tl.load(counts + rows, mask=rows < num_rows, other=-1) + 1
@@ -389,7 +395,7 @@ def _lay_out_kernel(
         depth = tl.load(depths + first + node, mask=inside, other=0)
         is_parent = inside[None, :] & (above[:, None] == node[None, :]) & (place[:, None] > 0)
         parent = tl.sum(tl.where(is_parent, place[None, :], 0), axis=1)
-        # A node's first child goes on with the node's own strip; any other child begins one.
+        # A node's first child continues the node's strip; other children begin new ones.
         is_child = inside[None, :] & (place[None, :] > 0) & (parent[None, :] == place[:, None])
         first_child = tl.min(tl.where(is_child, place[None, :], BLOCK), axis=1)
         is_next = inside[:, None] & (first_child[None, :] == place[:, None])  # [node, its parent]

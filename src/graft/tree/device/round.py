@@ -1,8 +1,9 @@
-"""DeviceRound: a whole round on the device, from the texts to the step to verify, and from its outcome to the texts.
+"""DeviceRound: everything of a round on the device but the models.
 
-It holds all memory that the kernels share, and calls them in their order. It knows no model and no engine: drafted
-levels, choices and hidden states are given to it. All of it may run inside CUDA graphs: `propose` before the step that
-verifies, `finish` after it. What a round needs of the host is in `Inputs`, what the host gets to know is in `Results`.
+`propose` makes the step to verify from the texts, and `finish` extends the texts by its outcome. Both may run inside
+CUDA graphs. A DeviceRound owns the memory that the kernels share, and calls them in order. It depends on no model or
+engine: callers pass drafted levels, chosen tokens and hidden states. See `inputs_layout` for what the host sends, and
+`results_layout` for what it gets back.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from graft.tree.candidates import DEPTH_FACTORS
 from graft.tree.device import copies, drafts, outcome, ranking, tables, walk
 from graft.tree.device.pool import NUM_BUCKETS, Draws, Pool, PoolShape, bucket_starts
 
-MAX_TOKENS = 32  # new tokens of a row in a round: a tree is at most one less deep
-MAX_TREE_TOKENS = 512  # of a step, all rows together
-MAX_NODES = 127  # of a row
+MAX_TOKENS = 32  # new tokens of a row in a round; trees are at most 31 deep, as the last one is the target's own
+MAX_TREE_TOKENS = 512  # tokens of a step, all rows together
+MAX_NODES = 127  # nodes of a row
 NUM_AGREEMENTS = 3
 _WIDTHS = (4, 16, 48)  # classes of the number of candidates, by twice the mean number of nodes of a row
 _MOST_COPIES, _MOST_PLACES, _MOST_BEAMS, _WAVES = 40, 10, 12, 5
 
 
 class RoundShape(NamedTuple):
-    """What one captured graph is for."""
+    """The sizes that a graph is captured for."""
 
     rows: int  # with padding
-    tokens: int  # of the step: roots and nodes, with padding
+    tokens: int  # roots and nodes of the step, with padding
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step has roots alone."""
+        """Whether the step has only roots."""
         return self.tokens <= self.rows
 
     @property
     def cap(self) -> int:
-        """The most nodes of a row: with many rows few of them have many."""
+        """The most nodes of a row. It is lower with many rows, because few of them get many nodes."""
         return min(max(2 * MAX_NODES // max(self.rows // 2, 2), 15) | 1, MAX_NODES)
 
     def pool(self, levels: tuple[int, ...]) -> PoolShape:
@@ -60,13 +61,13 @@ class RoundShape(NamedTuple):
 class Sources(NamedTuple):
     """Numbers of the sources of candidates; 0 is the root. A source that is not used has None."""
 
-    num_sources: int  # with the root
+    num_sources: int  # including the root
     num_buckets: int  # of scores
     num_kinds: int = 1  # of rows, see `Draws`
     drafted: int | None = None
-    copies: int | None = None  # of the row's own text; those of finished texts have the next number
-    tables: int | None = None  # of three tokens; those of two and one have the next numbers
-    is_calibrated: bool = True  # else a drafter, the only source, is believed: its q are the probabilities
+    copies: int | None = None  # copies of the row's own text; copies of finished texts have the next number
+    tables: int | None = None  # the table of 3-grams; those of 2-grams and 1-grams have the next numbers
+    is_calibrated: bool = True  # False: the drafter is the only source, and its q are the acceptance probabilities
 
     @property
     def table(self) -> tuple[int, int, int]:
@@ -75,12 +76,12 @@ class Sources(NamedTuple):
 
 
 def packed(parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[int, Callable[[Tensor], dict[str, Tensor]]]:
-    """A layout of several tensors in one of int32: its size, and a function that gives their views."""
+    """Pack several tensors into one int32 tensor. Returns its size, and a function that makes their views of it."""
     places, end = {}, 0
     for name, (dtype, shape) in parts.items():
         size = math.prod(shape) * dtype.itemsize // 4
         places[name] = (end, end + size, dtype, shape)
-        end += -(-size // 4) * 4  # kernels are compiled for addresses of 16 bytes
+        end += -(-size // 4) * 4  # kernels are compiled for addresses that are multiples of 16 bytes
 
     def views(numbers: Tensor) -> dict[str, Tensor]:
         return {name: numbers[a:b].view(dtype).view(shape) for name, (a, b, dtype, shape) in places.items()}
@@ -89,13 +90,13 @@ def packed(parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[int, 
 
 
 def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
-    """What the host says of a round. Rows of padding have table row 0 and cap -1."""
+    """What the host sends for a round. Padding rows have table row 0 and cap -1."""
     i32, i64, f32, by_row = torch.int32, torch.int64, torch.float32, (max_rows + 1,)
     return {
         "table_rows": (i32, by_row),
-        "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: not in use
+        "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: unused
         "max_depths": (i32, by_row),
-        "owners": (i32, by_row),  # whose finished texts the row sees
+        "owners": (i32, by_row),  # whose finished texts the row may copy
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
@@ -107,26 +108,26 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "min_p": (f32, by_row),
         "total": (i32, (1,)),  # nodes of all rows together
         "drafts": (i32, (1,)),  # 1 if the first draft pass is made
-        "thresholds": (f32, (num_passes + 2,)),  # reach below which each pass is not made
+        "thresholds": (f32, (num_passes + 2,)),  # a pass is made if the reach of its beams is above
         "acceptance_probs": (f32, sources.table),
     }
 
 
 def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
-    """What the host gets to know of a round."""
+    """What the host gets back from a round."""
     i32, f32 = torch.int32, torch.float32
     most = max(RoundShape(rows, 0).cap * rows for rows in range(1, max_rows + 1))
     table = sources.table
     return {
         "counts": (i32, (max_rows + 1,)),  # new tokens; 0 for the row of padding
         "tokens": (i32, (max_rows, MAX_TOKENS)),
-        "places": (i32, (max_rows, MAX_TOKENS)),  # accepted nodes in their trees
+        "places": (i32, (max_rows, MAX_TOKENS)),  # places of the accepted nodes in their trees
         "made": (i32, (num_passes + 2,)),  # whether each pass was made
         "reaches": (f32, (num_passes + 2,)),  # P(one of its beams is accepted), summed over the rows
-        "num_nodes": (i32, (max_rows,)),  # verified; -1 in rows of padding
+        "num_nodes": (i32, (max_rows,)),  # verified nodes; -1 in padding rows
         "paths": (f32, (most,)),  # [rows, cap] path probabilities of the likeliest nodes, best first
         "step": (i32, (2, MAX_TREE_TOKENS)),  # tokens and parents of the step
-        "origins": (i32, (2, MAX_TREE_TOKENS)),  # their sources and needed passes
+        "origins": (i32, (2, MAX_TREE_TOKENS)),  # the source of each, and the draft passes that it needed
         "tried": (i32, table),
         "fitted": (i32, table),
     }
@@ -134,7 +135,7 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str
 
 @dataclass(frozen=True)
 class Entries:
-    """The new tokens of all rows behind each other, for a drafter: [E] each, and by row [R + 1]."""
+    """The new tokens of all rows in one flat list, for a drafter. Fields are [E], or [R + 1] if by row."""
 
     rows: Tensor
     places: Tensor  # among the row's new tokens
@@ -150,7 +151,7 @@ AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class DeviceRound:
-    """All of a round but the models."""
+    """The memory and the kernels of a round, without the models."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class DeviceRound:
         num_table_rows: int,
         context: int,
         past_tokens: int,
-        levels: Callable[[int], tuple[int, ...]],  # by number of rows: drafted nodes by pass
+        levels: Callable[[int], tuple[int, ...]],  # from a number of rows to the drafted nodes of each pass
         num_beams: Callable[[int], int],
         num_passes: int,
         depths_of_pass: int,  # the most levels that a pass gives
@@ -193,13 +194,13 @@ class DeviceRound:
         self._entries = torch.zeros(4, max(MAX_TREE_TOKENS, max_rows), dtype=torch.int32, device=device)
 
     def _capacity(self) -> int:
-        """Places of a row in the pool, of the largest shape."""
+        """Places of a row in the pool, for the largest shape."""
         return max(
             RoundShape(rows, MAX_TREE_TOKENS).pool(self._levels(rows)).width for rows in range(1, self.max_rows + 1)
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose. On the device "meta" nothing is allocated, and the bytes are the same."""
+        """Bytes by purpose. They can be computed on the device "meta", where nothing is allocated."""
         texts, known = self.texts, self.tables
         by_row = [part for owner in (self.pool, self._scratch, self) for part in vars(owner).values()]
         searched = texts.own.shape[1] + len(texts.past)
@@ -214,12 +215,12 @@ class DeviceRound:
 
     @property
     def made(self) -> Tensor:
-        """[passes + 1] int32: whether each draft pass is made; a pass is to run under its own."""
+        """[passes + 1] int32: whether each draft pass is made. A pass must run behind the gate of its flag."""
         return self.found["made"]
 
     @property
     def roots(self) -> Tensor:
-        """[R] int32: the last token of each row's text, from the beginning of `propose` on."""
+        """[R] int32: the last token of each row's text, valid once `propose` has begun."""
         return self.pool.tokens[:, 0]
 
     # Before the step
@@ -228,14 +229,14 @@ class DeviceRound:
         self,
         shape: RoundShape,
         columns: Tensor,  # [6, room] int32, written: see `ranking.lay_out`
-        by_row: Tensor,  # [4, rows] int32, written; rows behind the shape's become 0
+        by_row: Tensor,  # [4, rows] int32, written; 0 for rows beyond the shape's
         max_context: int,
         draft: Callable[[AddLevel], None] | None,
         stride: int = 0,
     ) -> None:
-        """Write the step to verify. draft: makes all passes, each under its flag, and adds their nodes.
+        """Write the step to verify.
 
-        stride: see `ranking.lay_out`.
+        draft: runs all passes, each behind the gate of its flag, and adds their nodes. stride: see `ranking.lay_out`.
         """
         inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
@@ -316,9 +317,9 @@ class DeviceRound:
         successors: Tensor | None,  # [tokens, k] int32 the target's likeliest tokens after each; None: learn nothing
         logits: Tensor | None,  # [tokens, k] float32
     ) -> None:
-        """Walk down the trees, let the texts grow, count what was proposed and learn the successors.
+        """Walk down the trees, extend the texts, count proposals for the calibration, and learn successors.
 
-        Afterwards `committed` and `entries` say what engine and drafter have to do.
+        Afterwards `moves` and `entries` say what the engine and the drafter have to do.
         """
         inputs, found, rows, size = self.inputs, self.found, shape.rows, shape.tokens
         table_rows, starts, sizes = inputs["table_rows"][:rows], by_row[0], by_row[1]
@@ -364,13 +365,13 @@ class DeviceRound:
             outcome.learn(self.tables, *of_step, self._starts64, self._terms, num_rows, is_text)
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What an engine commits: table rows, committed lengths, accepted places and their numbers, by row."""
+        """What an engine commits, by row: table row, committed length, accepted places, and how many."""
         rows = shape.rows
         table_rows, places = self.inputs["table_rows"][:rows], self.found["places"][:rows]
         return table_rows, self._committed[:rows], places, self._accepted[:rows]
 
     def entries(self, shape: RoundShape) -> Entries:
-        """The new tokens for a drafter, behind each other and padded."""
+        """The new tokens for a drafter, as a padded flat list."""
         rows, size = shape.rows, min(shape.tokens, shape.rows * MAX_TOKENS)
         of_rows, places, tokens, nodes = (part[:size] for part in self._entries)
         begins, counts, lengths = (part[: rows + 1] for part in (self._begins, self.found["counts"], self._committed))

@@ -1,7 +1,7 @@
-"""The target's successors of n-grams on the device: tables that a kernel fills behind a verify and another looks up.
+"""Successor tables on the device: the target's top-k tokens after n-grams that it has verified.
 
-A table's row holds the tokens that the target held likeliest when it last verified the n-gram, each with the bucket of
-its share. Rows of hashed tables carry the hash as a tag, so that another n-gram on the same row is told apart.
+A table row holds the likeliest tokens after an n-gram when it was last verified, each with the bucket of its
+probability. Rows of hashed tables store the hash as a tag, which detects collisions. `outcome.learn` fills the tables.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from graft.tree.device.pool import (
     probs_of_kind,
 )
 
-NUM_TABLES = 3  # of three tokens, two and one
+NUM_TABLES = 3  # 3-grams, 2-grams and 1-grams
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of n-grams, the longest first, one behind the other in one memory."""
+    """Tables of n-grams, the longest first, one after the other in the same tensors."""
 
     entries: Tensor  # [rows of all, NUM_SUCCESSORS] int32: a token times NUM_BUCKETS plus its bucket; -1: none
-    tags: Tensor  # [rows of all] int64 the hash of each row's n-gram; not read where a row is a token
+    tags: Tensor  # [rows of all] int64 the hash of each row's n-gram; not read in a table without hashes
     starts: Tensor  # [NUM_TABLES] int64 each table's first row
-    row_bits: Tensor  # [NUM_TABLES] int32 high bits of a hash that are the row's number; 0: a row is a token
+    row_bits: Tensor  # [NUM_TABLES] int32 high bits of a hash that give the row; 0: no hash, the row is the token
     factors: Tensor  # [4] int64 hash factors of the last token, the one before, the one before that, and the salt
-    isolated: bool  # whether entries under a text's own salt are looked up before those of all, under 0
+    isolated: bool  # whether to look up entries under a text's own salt before the shared ones under salt 0
 
     @classmethod
     def make(
         cls, sizes: Sequence[int], hashed: Sequence[bool], factors: Tensor, isolated: bool, device: torch.device
     ) -> Tables:
-        """sizes: rows of each table, the one of three tokens first; a power of two where it is hashed."""
+        """sizes: rows of each table, 3-grams first; powers of two for hashed tables."""
         total = sum(sizes)
         starts = torch.tensor([sum(sizes[:number]) for number in range(NUM_TABLES)])
         bits = [size.bit_length() - 1 if is_hashed else 0 for size, is_hashed in zip(sizes, hashed, strict=True)]
@@ -74,7 +74,7 @@ def follow(
     bucket_starts: Tensor,  # [NUM_BUCKETS] float64
     source: int,  # of the first table
 ) -> None:
-    """Adds, wave by wave, the successors of the likeliest nodes not yet looked up, by the longest n-gram known."""
+    """Add, wave by wave, the successors of the likeliest nodes not looked up yet, by the longest known n-gram."""
     _follow_kernel[(shape.num_rows,)](
         pool.tokens,
         pool.parents,
@@ -129,7 +129,7 @@ def row_of(
     row_bits: tl.tensor,
     factors: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The row of n-grams in a table, and their hashes. number: of the table; 0 is that of three tokens."""
+    """The rows of n-grams in a table, and their hashes. number: of the table; 0 is that of 3-grams."""
     key = salt * tl.load(factors + 3) + token.to(tl.int64) * tl.load(factors)
     key += tl.where(number < 2, before.to(tl.int64) * tl.load(factors + 1), 0)
     key += tl.where(number < 1, earlier.to(tl.int64) * tl.load(factors + 2), 0)
@@ -180,7 +180,7 @@ def _follow_kernel(
     IS_ISOLATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
+    """A program is one row."""
     row = tl.program_id(0)
     first = row.to(tl.int64) * capacity
     salt, max_depth = tl.load(salts + row), tl.load(max_depths + row)
@@ -195,12 +195,12 @@ def _follow_kernel(
     depth = tl.load(depths + first + place, mask=is_there & (path > 0), other=0)
     tl.store(open_paths + first + place, tl.where(depth < max_depth, path, 0.0), mask=place < capacity)
     for wave in range(tl.minimum(NUM_WAVES, max_depth)):
-        tl.debug_barrier()  # what the wave before has added is there
+        tl.debug_barrier()  # wait for the nodes of the previous wave
         closed = tl.load(open_paths + first + place, mask=place < capacity, other=0.0)
         node, likely = tl.zeros([BEAMS], tl.int32), tl.zeros([BEAMS], tl.float32)
         for number in range(BEAM):
             best = tl.max(closed, axis=0)
-            chosen = tl.min(tl.where(closed == best, place, BLOCK), axis=0)  # of equal ones the first
+            chosen = tl.min(tl.where(closed == best, place, BLOCK), axis=0)  # among equals, the first
             node = tl.where(beam == number, chosen, node)
             likely = tl.where(beam == number, best, likely)
             closed = tl.where(place == chosen, -1.0, closed)
@@ -240,7 +240,7 @@ def _follow_kernel(
         above_key = tl.load(keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
         new_key = key_of(above_key, new_token, new_depth, path_factors, is_new)
         new = first + first_wave + (wave * BEAM + beam[:, None]) * K + rank[None, :]
-        tl.debug_barrier()  # all have read what is written over now
+        tl.debug_barrier()  # all threads have read what is overwritten now
         tl.store(open_paths + at, 0.0, mask=is_open)
         tl.store(tokens + new, new_token, mask=is_new)
         tl.store(parents + new, node[:, None] + tl.zeros_like(entry), mask=is_new)
