@@ -1,4 +1,4 @@
-"""What rounds on the device learn: n-gram tables and finished texts, exchanged with the retrievers of the host."""
+"""What device rounds learn: n-gram tables and finished texts, exchanged with the retrievers of the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.tree.device.round import DeviceRound, Sources
 from graft.tree.device.tables import Tables
 
 _TABLES = ("trigram", "bigram", "adjacency")
-_ROWS = 1 << 18  # of a hashed table
+_ROWS = 1 << 18  # rows of a hashed table
 
 
 class DeviceLearning:
@@ -29,10 +29,10 @@ class DeviceLearning:
     def __init__(self, policy: Policy, sources: Sources, staging: Staging) -> None:
         self._policy, self._sources, self._staging = policy, sources, staging
         self._num_past = 0  # tokens of finished texts ever written
-        self._owners: dict[int, int] = {}  # small numbers of owners, from 1
+        self._owners: dict[int, int] = {}  # from a sequence's owner to its number on the device, from 1
 
     def owner_of(self, sequence: TokenSequence) -> int:
-        """The number of a row's owner, whose finished texts it sees; 0: those of all."""
+        """The number of the owner whose finished texts the row copies; 0: texts without an owner."""
         if not self._policy.isolated or sequence.owner is None:
             return 0
         return self._owners.setdefault(sequence.owner, 1 + len(self._owners))
@@ -46,7 +46,7 @@ class DeviceLearning:
         return Tables.make(sizes, (True, True, isolated), FACTORS, isolated, device)
 
     def load(self, round: DeviceRound) -> None:
-        """Send what the host's retrievers have learned or restored to the device."""
+        """Send the state of the host's retrievers to the device."""
         state = {key: value for each in self._policy.retrievers for key, value in each.state().items()}
         if round.tables is not None:
             round.tables.entries.fill_(-1)
@@ -64,7 +64,7 @@ class DeviceLearning:
                 self.add_text(round, text.tolist(), 0)
 
     def state(self, round: DeviceRound) -> dict[str, Tensor]:
-        """What was learned on the device, in the form of the retrievers' own states."""
+        """What was learned on the device, in the format of the retrievers' own states."""
         if round.tables is None:
             return {}
         held: dict[str, Tensor] = {}
@@ -108,16 +108,16 @@ class DeviceLearning:
     # Prompts
 
     def warm_up(self, round: DeviceRound, buffers: StepBuffers) -> None:
-        """Compile what learns from prompts. A token of no row teaches nothing."""
+        """Compile the kernels of `learn_prompts`, by a token that belongs to no row and so changes nothing."""
         rows, salts = self._staging.send([1, 0, -1, -1]), self._staging.send([0], torch.int64)
         self._learn_texts(round, buffers, slice(0, 1), rows, salts)
 
     def learn_prompts(self, round: DeviceRound, buffers: StepBuffers, chunks: Sequence[ReadChunk]) -> None:
-        """Let the tables learn from the chunks of prompts that the last step read."""
+        """Let the tables learn from the prompt chunks of the last step."""
         firsts = np.array([int(chunk.verified.index[0, 0]) for chunk in chunks])
         counts = [len(chunk.following) for chunk in chunks]
         first, end = int(firsts.min()), int((firsts + counts).max())
-        rows = np.full(end - first, len(chunks))  # tokens of prompts that do not learn belong to no row
+        rows = np.full(end - first, len(chunks))  # tokens of other prompts belong to no row
         for row, (start, count) in enumerate(zip(firsts - first, counts, strict=True)):
             rows[start : start + count] = row
         before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T

@@ -1,4 +1,4 @@
-"""What the rounds of the device ask of a row: whether it needs the host, how its tokens are chosen, and its prompt."""
+"""Rows as device rounds see them: whether a row needs the host, how its tokens are chosen, and its prompt chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graft.request.sequence import Sequence
 
 
 def needs_host(sequence: Sequence) -> bool:
-    """Whether the host has a part in the row's choices, or looks at each of its rounds."""
+    """Whether the host must help to choose the row's tokens, or must see each of its rounds."""
     s: SamplingSettings = sequence.settings
     penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
     is_watched = s.logprobs is not None or sequence.is_recorded
@@ -19,7 +19,7 @@ def needs_host(sequence: Sequence) -> bool:
 
 
 class Choice(IntEnum):
-    """How the tokens of a round are chosen; the highest that a row needs counts for all."""
+    """How the tokens of a round are chosen. The highest value that a row needs is used for all rows."""
 
     GREEDY = 0
     SAMPLED = 1
@@ -33,11 +33,11 @@ class Choice(IntEnum):
 
 
 class ReadChunk(NamedTuple):
-    """A chunk of a prompt that a step has read, to learn from."""
+    """A prefilled prompt chunk, to learn from."""
 
     verified: VerifyOutput
     preceding: list[int]  # the two tokens before it, or fewer at the beginning of the prompt
     following: list[int]  # the token after each
-    salt: int  # whose table entries they become
-    draft: Any  # the drafter's state, if there is a drafter, and the row in it
+    salt: int  # of the table entries to write
+    draft: Any  # the drafter's state, if there is a drafter; `row` is the row in it
     row: int

@@ -1,4 +1,4 @@
-"""Flight: a round that the device makes, from its launch until the host takes its results."""
+"""Flight: a launched device round, until the host takes its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graft.tree.tree import PADDING, DraftTree
 
 @dataclass(eq=False)
 class Flight:
-    """A launched round, until its results are taken."""
+    """A launched device round. `results` are valid when `done` has happened."""
 
     sequences: list[TokenSequence]
     rows: list[Row]
@@ -29,7 +29,7 @@ class Flight:
     results: dict[str, np.ndarray]
     marks: Sequence[Any]  # events: before, proposed, verified, finished
     done: Event
-    is_usual: bool  # whether nothing was captured in it: else its time says nothing about others
+    is_usual: bool  # False if a graph was captured meanwhile: then its time says nothing about other rounds
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""

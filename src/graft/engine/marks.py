@@ -1,4 +1,4 @@
-"""Marks in the time of a device, to know how long its work took without waiting for it."""
+"""Time marks on the device (CUDA events), which measure its work without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class _Instant:
-    """A mark in time where there is no GPU."""
+    """A time mark without a GPU."""
 
     def record(self) -> None:
         self.at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Staging: pinned memory through which numbers are sent to the device without waiting for it."""
+"""Staging: a pinned buffer for asynchronous copies of numbers to the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from graft.model.captures import Event, pinned_zeros
 
-_STAGED = 1 << 18  # numbers that may be on their way to the device, twice
+_STAGED = 1 << 18  # int32 numbers in each half of the buffer
 
 
 class Staging:
-    """Pinned memory that is used in turns, half by half.
+    """Pinned memory in two halves, used in turns.
 
-    Memory pinned for each transfer could not be used again before the device has
-    done all that was launched before, and new memory is slow to get meanwhile.
+    Pinning memory for each copy would be slow: it cannot be reused until the device has done all earlier work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +26,7 @@ class Staging:
         self._half = self._end = 0
 
     def send(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Numbers on the device."""
+        """Copy numbers to the device, without waiting unless both halves are full."""
         flat = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values)
         numbers = flat.to(dtype).view(torch.int32)
         size = len(numbers)

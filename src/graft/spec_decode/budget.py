@@ -4,8 +4,8 @@ One rule decides both: maximise accepted tokens - seconds x tokens per second. A
 acceptance probabilities, the seconds of a step come from a table of step times (`cost_model.StepCost`), and tokens per
 second is the recent throughput. So nodes and passes pay if they bring more tokens than their time usually does.
 
-Rounds of the device decide about passes by the same function, `Budget.least_reach`. The number of nodes has two: here
-it is chosen when this round's candidates are known, and for the device before, from means (`controller`).
+Device rounds use the same `Budget.least_reach` for passes. Their number of nodes is chosen in `controller`, from
+running means, because the host does not see their candidates. Here it is chosen from this round's candidates.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.spec_decode.cost_model import CLIP, OPTIMISM, WEIGHT, SecondsByRows, StepCost, row_class
 
 WASTE = 0.01  # share of the time that proposing in vain may cost
-_GAIN = 0.6  # of a draft pass, before any was observed
-_FIRST_EXPECTED, _FIRST_ACCEPTED = 3.0, 1.5  # accepted tokens of verified nodes, before any were verified
-_STEADY = round(1 / WEIGHT) - 1  # observations of a running mean, after which each new one has the same weight
+_GAIN = 0.6  # initial gain of a draft pass
+_FIRST_EXPECTED, _FIRST_ACCEPTED = 3.0, 1.5  # initial expected and accepted tokens, which make a cautious ratio
+_STEADY = round(1 / WEIGHT) - 1  # observations after which each new one has the constant weight WEIGHT
 
 
 class TreeSize(NamedTuple):
-    """A number of nodes that a round might verify, and what is expected of it, all rows together."""
+    """A number of nodes that a round might verify, with its expected gain and time, all rows together."""
 
     num_nodes: int
     num_rows: int
-    gain: float  # expected accepted tokens, beside one of the target's own a row
+    gain: float  # expected accepted tokens, without the target's own one per row
     seconds: float  # of the step
 
     def net_tokens(self, rate: float) -> float:
@@ -57,7 +57,7 @@ class PassGains:
         return copy
 
     def least_reach(self, num_done: int, cost: float) -> float:
-        """The reach above which the next pass pays. cost: of a pass, in tokens."""
+        """The reach above which the next pass pays. cost: of the pass, in tokens."""
         gain = self._gain[num_done] if num_done < len(self._gain) else 0.0
         return cost / gain if gain > 0 else math.inf
 
@@ -65,8 +65,8 @@ class PassGains:
         """Learn from a round.
 
         reaches: before each pass, summed over the rows that made it. values: of the candidates with 0, 1, 2 ... passes.
-        Passes that were not made look a little better, so that none is given up for ever. What was known of them fades,
-        so that one that does not pay is soon given up again.
+        The gains of passes that were not made rise slowly, so that these are tried again some day. Their observations
+        lose weight, so that a pass that still does not pay is soon given up again.
         """
         num_made = len(values) - 1
         for number in range(num_made, len(self._gain)):
@@ -83,7 +83,7 @@ class PassGains:
         return {"gain": torch.tensor(self._gain)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore from `state`, perhaps for trees of another depth; missing values start anew."""
+        """Restore from `state`, which may be of trees of another depth; missing values start anew."""
         known = state["gain"].tolist() if "gain" in state else []
         count = len(self._gain)
         self._gain, self._counts = (known + [_GAIN] * count)[:count], [float(_STEADY)] * count
@@ -92,8 +92,8 @@ class PassGains:
 class PassGainsByKind:
     """Gains of draft passes by kind of row (`RowDraws.kind`) and number of rows.
 
-    Drafts of sampled rows are accepted less often than those of greedy rows. The more rows, the fewer beams and nodes
-    each of them gets. A round with rows of several kinds counts as one of its commonest kind.
+    Drafts of sampled rows are accepted less often than those of greedy rows, and with more rows each gets fewer beams
+    and nodes. A round with rows of several kinds counts for its commonest kind.
     """
 
     def __init__(self, num_passes: int) -> None:
@@ -101,7 +101,7 @@ class PassGainsByKind:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was learned of several rows."""
+        """Forget the gains of rounds with several rows."""
         self._known = {(kind, 0): gains for kind, gains in enumerate(self._of_one_row)}  # by kind and `row_class`
 
     def of(self, num_rows: int, kinds: Sequence[int] | None = None) -> PassGains:
@@ -118,7 +118,7 @@ class PassGainsByKind:
         return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore from `state`. One without kinds is of greedy rows, and the best guess for all others."""
+        """Restore from `state`. A state without kinds is of greedy rows, and serves as a guess for all kinds."""
         for kind, gains in enumerate(self._of_one_row):
             own = {name: value if value.dim() == 1 else value[kind] for name, value in state.items()}
             gains.restore(own)
@@ -126,16 +126,16 @@ class PassGainsByKind:
 
 
 def commonest(kinds: Sequence[int] | None) -> int:
-    """The kind of most rows, of equally many the lowest. None: all rows are greedy."""
+    """The kind of most rows; among equals, the lowest. None: all rows are greedy."""
     return max(range(NUM_KINDS), key=lambda kind: kinds.count(kind)) if kinds else NOT_SAMPLED
 
 
 class Budget:
     """Chooses the number of nodes of each round, and which rounds propose nothing.
 
-    Proposing (retrieval and drafting) takes time and may find nothing that pays. Its mean profit lately is booked on an
-    account, in units of plain rounds, and every round adds a small allowance. While the account is in debt, rounds are
-    plain. The mean counts, not each round: rounds differ, and one that finds nothing says little about the next.
+    Proposing (retrieval and drafting) takes time and may find nothing that pays. An account, in units of plain rounds,
+    adds up the running mean of its profit and a small allowance for every round. While the account is in debt, rounds
+    are plain. It takes the mean because one round that finds nothing says little about the next.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class Budget:
         fixed: int | None = None,
         fixed_passes: int | None = None,
     ) -> None:
-        """pass_cost: of a draft pass before any was timed, in plain steps; None: unknown.
+        """pass_cost: initial cost of a draft pass, in plain steps; None: unknown.
 
-        fixed: nodes that every row gets in every round. fixed_passes: draft passes of every round. None: what pays.
+        fixed: nodes of every row in every round. fixed_passes: draft passes of every round. None: what pays.
         """
         self.step = step
         self.drafting = SecondsByRows()  # of a draft pass
@@ -160,15 +160,15 @@ class Budget:
         self.restart()
 
     def restart(self, is_calibrated: bool = False) -> None:
-        """Forget how rounds went, but not what anything costs. is_calibrated: acceptance was learned before."""
+        """Forget how rounds went, but keep costs. is_calibrated: whether acceptance was learned before."""
         self.passes.restart()
         self._tokens = self._time = 1.0  # running means of a row's round: its tokens, and its time in plain rounds
-        # Fading sums over verified nodes. Retrieval alone, without calibration, is expected to disappoint at first.
+        # Fading sums over verified nodes. Without a drafter and without calibration, estimates are too high at first.
         is_unknown = not (is_calibrated or self.max_passes)
         first = (_FIRST_EXPECTED, _FIRST_ACCEPTED) if is_unknown else (1 / WEIGHT, 1 / WEIGHT)
         self._expected, self._accepted = first
         self._profit = 0.0  # running mean of a proposal's gain minus its cost, in plain rounds
-        self._balance = 0.0  # of the account
+        self._balance = 0.0  # of the account, in plain rounds
         self._num_rows = 1  # of the last round that proposed
 
     # What things cost
@@ -186,18 +186,18 @@ class Budget:
         return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
 
     def proposal_seconds(self, num_rows: int, num_passes: int) -> float:
-        """Expected seconds that proposing, with so many draft passes, adds to a round. Without verifying the nodes."""
+        """Expected seconds that proposing with `num_passes` draft passes adds to a round, without the verify."""
         more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0) if self.fixed is None else 0.0
         return more + num_passes * self.pass_seconds(num_rows)
 
     def rate(self, num_rows: int) -> float:
-        """Tokens per second, lately; at least those of plain decoding."""
+        """Recent tokens per second; at least those of plain decoding."""
         return num_rows * max(self._tokens / self._time, 1.0) / self.plain_seconds(num_rows)
 
     # What a round should do
 
     def may_propose(self, num_rows: int) -> bool:
-        """Whether a round may propose nodes: not in debt, and not before plain steps were timed."""
+        """Whether a round may propose nodes: the account is not in debt, and plain steps were timed."""
         if self.fixed is not None:
             return True
         return self.step.is_sure and (self._balance >= 0 or self._is_other(num_rows))
@@ -209,7 +209,7 @@ class Budget:
         return max(self.step.sizes[-1] - num_rows - num_prefill_tokens, 0)
 
     def tree_sizes(self, gains: Sequence[float], num_rows: int, num_prefill_tokens: int = 0) -> list[TreeSize]:
-        """Sizes to choose from: no nodes, or as many as fill a size of step.
+        """Tree sizes to choose from: no nodes, or as many as fill a step size.
 
         gains: expected accepted tokens of the 1, 2, 3 ... likeliest nodes.
         """
@@ -226,8 +226,8 @@ class Budget:
     def _node_counts(self, base: int) -> list[int]:
         """Numbers of nodes that fill steps of each size beside `base` other tokens.
 
-        Sizes far above the largest that was timed are left out, because their times are guesses. Where steps are not
-        padded, the limit is lower: the first tree is to be small, as it may not pay.
+        Sizes far above the largest timed one are left out, because their times are guesses. Where steps are not padded,
+        the limit is lower, because the first tree may not pay and so should be small.
         """
         most = int((CLIP * CLIP if self.step.is_padded else CLIP) * max(self.step.largest, base)) - base
         return list(dict.fromkeys(min(size - base, most) for size in self.step.sizes if size > base and most > 0))
@@ -253,10 +253,10 @@ class Budget:
         kinds: Sequence[int] | None = None,
         pass_tokens: float | None = None,
     ) -> float:
-        """Another draft pass is made if P(one of a row's beams is accepted), summed over the rows, is above this.
+        """The threshold of the reach: P(one of a row's beams is accepted), summed over the rows.
 
-        num_done: passes so far. kinds: by row; None: all are greedy. pass_tokens: tokens that the time of a pass brings
-        otherwise; None: those that it usually does.
+        Another draft pass pays if the reach is above it. num_done: passes so far. kinds: by row; None: all are greedy.
+        pass_tokens: tokens that could be decoded in the time of a pass; None: by the recent throughput.
         """
         if self.fixed_passes is not None:
             return -1.0 if num_done < self.fixed_passes else math.inf
@@ -282,38 +282,38 @@ class Budget:
         if size is not None:
             plain, verifying = self.plain_seconds(num_rows), 0.0
             proposing = self.proposal_seconds(num_rows, num_passes)
-            if self.fixed is None:  # as is known now, with this round's time
+            if self.fixed is None:  # recompute, since this round's time is known now
                 base = num_rows + num_prefill_tokens
                 verifying = self.step.seconds(base + size.num_nodes) - self.step.seconds(base)
             time += (proposing + verifying) / plain
-            # Not below zero before proposing is paid: nodes that turned out too expensive will not be chosen again.
+            # Verifying counts as no worse than zero: nodes that turned out too expensive will not be chosen again.
             own = max(size.gain / num_rows - verifying / plain, 0.0) - proposing / plain
             if size.num_nodes:
                 self.observe_acceptance(size.gain / self.acceptance_ratio, num_tokens - num_rows)
-            else:  # nodes are not given up for ever
+            else:  # so that nodes are tried again some day
                 self._accepted += OPTIMISM * max(self._expected - self._accepted, 0.0)
             if self._is_other(num_rows):
                 self._balance, self._profit = 0.0, 0.0
             self._num_rows = num_rows
             self._profit += WEIGHT * (own - self._profit)
             profit = self._profit
-        self._balance = min(self._balance + WASTE + profit, 1.0)  # old profits do not pay for long
+        self._balance = min(self._balance + WASTE + profit, 1.0)  # capped, so that old profits do not pay for long
         self._tokens += WEIGHT * (num_tokens / num_rows - self._tokens)
         self._time += WEIGHT * (time - self._time)
 
     def observe_acceptance(self, expected: float, num_accepted: int) -> None:
-        """Learn how many of the verified nodes were accepted, of how many were expected."""
+        """Learn how many verified nodes were accepted, and how many were expected to be."""
         self._expected += expected - WEIGHT * self._expected
         self._accepted += num_accepted - WEIGHT * self._accepted
         self._accepted = max(self._accepted, self._expected / (CLIP * CLIP))
 
     @property
     def acceptance_ratio(self) -> float:
-        """Accepted tokens / expected tokens, lately."""
+        """Recent accepted tokens / expected tokens."""
         return self._accepted / self._expected if self.fixed is None else 1.0
 
     def _is_other(self, num_rows: int) -> bool:
-        """Whether the number of rows differs so much from the last proposal's that its result says little."""
+        """Whether the last proposal had such a different number of rows that its result says little."""
         return not self._num_rows / CLIP < num_rows < self._num_rows * CLIP
 
     # Kept in a profile

@@ -1,5 +1,4 @@
-"""Calibration: turns a proposer's scores into acceptance probabilities, and corrects those of whole paths, by counting
-what was accepted."""
+"""Calibration: acceptance probabilities of proposals and of whole paths, from counts of what was accepted."""
 
 from __future__ import annotations
 
@@ -14,25 +13,25 @@ from graft.model.noise import NOT_SAMPLED, NUM_KINDS
 from graft.tree.candidates import AGREED, ALONE, Candidates
 from graft.tree.tree import ROOT
 
-_PRIOR_WEIGHT = 16.0  # of the prior, in observations
+_PRIOR_WEIGHT = 16.0  # observations that a prior counts for
 NUM_AGREEMENTS = AGREED + 1
 _NUM_POWERS = 12  # path probabilities are counted by power of two; as in the C code
-_PATH_PRIOR = 8.0  # weight of the prior that path probabilities are right, in accepted nodes
+_PATH_PRIOR = 8.0  # accepted nodes that the prior counts for, by which path probabilities are right
 _PATH_MEMORY = 256.0  # accepted nodes after which old ones fade
-_NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # of the buckets of E = exp(-g); as in the C code
-_NEARLY, _HARDLY = 0.97, 0.003  # probabilities of copied tokens, see `by_noise`
+_NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # limits between the buckets of E = exp(-g); as in the C code
+_NEARLY, _HARDLY = 0.97, 0.003  # the two probabilities that a copied token may have, see `by_noise`
 _MEMORY = 1024.0  # observations after which old ones fade
 
 
 class Calibration:
     """Acceptance probabilities by (kind of row, agreement, source, score bucket).
 
-    Greedy rows are one kind, and sampled rows whose noise is known are others, by temperature. It counts how often the
-    parent's path was accepted (tried), and how often the child's token followed (fitted).
+    Kinds of rows are greedy rows, and sampled rows with known noise by temperature. A proposal is tried if its parent's
+    path was accepted, and fits if its own token came next. The probability is the share of tried proposals that fit.
     """
 
     def __init__(self, priors: Sequence[Tensor], sampled_priors: Sequence[Tensor] | None = None) -> None:
-        """priors: probabilities by bucket of each source, in the order of source numbers, from 1 (0 is the root).
+        """priors: for each source, in the order of source numbers from 1, the probabilities by score bucket.
 
         sampled_priors: those of sampled rows, whose sources may have other buckets; None: the same.
         """
@@ -48,7 +47,7 @@ class Calibration:
         self._probs: Tensor | None = None
 
     def probability(self, sources: Tensor, score_bucket: Tensor) -> Tensor:
-        """P(accepted | parent accepted) of proposals that a single source made."""
+        """P(accepted | parent accepted) of proposals by a single source."""
         return self.acceptance_probs[ALONE, sources, score_bucket]
 
     @property
@@ -67,7 +66,7 @@ class Calibration:
         self._probs = None
 
     def add(self, tried: np.ndarray, fitted: np.ndarray) -> None:
-        """Add what was counted elsewhere, [agreements, sources, buckets] each."""
+        """Add counts of a device round, [kinds * agreements, sources, buckets] each."""
         self._tried += torch.from_numpy(tried)
         self._fitted += torch.from_numpy(fitted)
         fade = (_MEMORY / self._tried).clamp(max=1.0)
@@ -86,13 +85,14 @@ class Calibration:
 
 
 def by_noise(prior: Tensor) -> Tensor:
-    """Priors [buckets] of tokens that are drawn with this probability, split by how their noise speaks for them.
+    """Split priors [buckets] of copied tokens by the tokens' noise: [buckets * noises].
 
     With E = exp(-g) of its noise g, a token of probability p is drawn with probability exp(-E (1 - p) / p). The result
-    [buckets * noises] is its mean over each bucket of E. A prior is a mean over many places, and at almost all of them
-    a copied token is either nearly certain or hardly possible. So a high noise does not make an unlikely copy likely.
+    is the mean of this over each bucket of E. A prior is a mean over many places, and at almost all of them a copied
+    token is either nearly certain or hardly possible. So p takes these two values, weighted to give the prior: a high
+    noise does not make an unlikely copy likely.
     """
-    certain = ((prior.double() - _HARDLY) / (_NEARLY - _HARDLY)).clamp(0, 1)[:, None]  # the mean of both is the prior
+    certain = ((prior.double() - _HARDLY) / (_NEARLY - _HARDLY)).clamp(0, 1)[:, None]  # share of nearly certain tokens
     nearly, hardly = (_drawn_by_noise(p) for p in (_NEARLY, _HARDLY))
     return (certain * nearly + (1 - certain) * hardly).float().flatten()
 
@@ -101,7 +101,7 @@ def _drawn_by_noise(p: float) -> Tensor:
     """P(a token of probability p is drawn), [noises] by bucket of E."""
     rate = 1 / p - 1
     starts, ends = torch.tensor([0.0, *_NOISE_ENDS]).double(), torch.tensor([*_NOISE_ENDS, torch.inf]).double()
-    # E is exponential: the integral of exp(-E) exp(-rate E) over the bucket, by that of exp(-E).
+    # E is exponentially distributed: the integral of exp(-E) exp(-rate E) over the bucket, divided by that of exp(-E).
     drawn = ((-(1 + rate) * starts).exp() - (-(1 + rate) * ends).exp()) / (1 + rate)
     return drawn / ((-starts).exp() - (-ends).exp())
 
@@ -109,9 +109,8 @@ def _drawn_by_noise(p: float) -> Tensor:
 class PathCalibration:
     """Calibration of path probabilities: accepted / expected nodes, by kind of row and power of two of the probability.
 
-    Products of many estimates are too high, and so is the highest of many products: the less likely a node, the more.
-    So a ratio is at most that of likelier nodes, which is also the prior where few nodes were accepted. The order of
-    nodes does not change.
+    A product of many estimates, chosen because it is among the highest, tends to be too high, and more so for unlikely
+    nodes. So a ratio is at most that of likelier nodes, which is also its prior. The order of nodes does not change.
     """
 
     def __init__(self) -> None:
@@ -121,8 +120,8 @@ class PathCalibration:
     def observe(self, paths: Tensor, nodes: Sequence[Sequence[int]], kinds: Sequence[int] | None = None) -> None:
         """Count a round's nodes.
 
-        paths: [B, W] path probabilities of the verified trees, 0 for padding. nodes: by row, the accepted ones without
-        the root. kinds: by row; None: all are greedy.
+        paths: [B, W] path probabilities of the verified trees, 0 for padding. nodes: by row, the accepted nodes
+        without the root. kinds: by row; None: all are greedy.
         """
         tree = paths.numpy()
         powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)
@@ -151,7 +150,7 @@ class PathCalibration:
         """Restore from `state`; an empty one starts anew."""
         unknown = torch.zeros(NUM_KINDS * _NUM_POWERS).double()
         counts = [state.get(name, unknown).double().cpu().flatten() for name in ("hoped", "came")]
-        if len(counts[0]) == len(counts[1]) == _NUM_POWERS:  # of a version that counted all rows together
+        if len(counts[0]) == len(counts[1]) == _NUM_POWERS:  # from a version without kinds of rows
             counts = [torch.cat([count, unknown[_NUM_POWERS:]]) for count in counts]
         # C code reads exactly this many numbers, so `view` refuses a state of another length.
         self._expected, self._accepted = (count.clone().view(len(unknown)).numpy() for count in counts)
@@ -159,9 +158,9 @@ class PathCalibration:
 
 
 def _falling_ratios(counts: Sequence[Sequence[float]]) -> list[float]:
-    """Accepted / expected by power of two, from (expected, accepted), fitted so that no ratio is above the one before.
+    """Ratios accepted / expected by power of two, from (expected, accepted), fitted so that they never rise.
 
-    Neighbours in the wrong order are counted together (isotonic regression). Each ratio starts from the one before it.
+    Neighbours in the wrong order are counted together (isotonic regression). The prior of a ratio is the previous one.
     """
     pooled: list[tuple[float, float, int]] = []  # expected, accepted, and number of powers
     for expected, accepted in counts:

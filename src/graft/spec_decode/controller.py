@@ -1,8 +1,8 @@
-"""Controller: the host's part of rounds that the device makes by itself.
+"""Controller: plans device rounds on the host.
 
-It chooses the size of the next step and says which draft passes pay, from what it knew one round before: expected
-accepted tokens over measured seconds. The device fills the step by fresh acceptance probabilities. Nothing here can
-change a text.
+It chooses the size of the next step, and thresholds for draft passes, from expected accepted tokens and measured
+seconds. Its knowledge is one round old. The device fills the step using this round's acceptance probabilities. Nothing
+here can change a text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import WEIGHT, SecondsByRows, row_class
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
-_FIRST_STEP_COST = 1.1  # before any gain is known, the largest step that costs at most so many plain ones
+_FIRST_STEP_COST = 1.1  # before any gain is known: the highest cost of a step, in plain steps
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes
-_PASS_MARGIN = 0.5  # passes that a round may make beyond the usual number, as rounds differ
+_PASS_MARGIN = 0.5  # passes that a round may make beyond the running mean
 
 
 class Plan(NamedTuple):
-    """What the device is told of the next round."""
+    """The plan of the next device round."""
 
-    tokens: int  # of the step, with padding; as many as rows: a plain round
+    tokens: int  # of the step, with padding; a plain round has as many as rows
     max_passes: int  # draft passes; 0: none
     thresholds: Sequence[float]  # by draft pass: it is made if the reach of its beams is above
 
@@ -43,21 +43,21 @@ class Outcome:
     tokens: int  # of the step, with padding, without prompts
     num_prefill_tokens: int
     paths: np.ndarray  # [rows, cap] path probabilities of the likeliest nodes, best first
-    num_nodes: np.ndarray  # [rows] of these, verified
-    nodes: Sequence[Sequence[int]]  # by row: the accepted ones
-    needs: np.ndarray  # [rows, most nodes + 1] draft passes that each verified node needed, from the root
-    reaches: Sequence[float]  # by pass that was made, and by the next
+    num_nodes: np.ndarray  # [rows] how many of these were verified
+    nodes: Sequence[Sequence[int]]  # by row: the accepted nodes
+    needs: np.ndarray  # [rows, most nodes + 1] draft passes that each verified node needed; the root comes first
+    reaches: Sequence[float]  # reach of the beams of each pass that was made
     num_passes: int
     kinds: Sequence[int]  # by row, see `RowDraws.kind`
     tried: np.ndarray  # candidates whose parents were accepted, by cell of the calibration table
-    fitted: np.ndarray  # of these, accepted
+    fitted: np.ndarray  # how many of these were accepted
     propose_seconds: float  # 0 if unknown
     step_seconds: float
-    rest_seconds: float  # of the outcome, and of the pause before the round
+    rest_seconds: float  # of the accept phase, and of the pause before the round
 
 
 class PassSeconds:
-    """Seconds of a draft pass and of all else before a step, by number of rows: a line through what was observed."""
+    """Seconds before a step by number of rows: a fixed part, and a part per draft pass (linear regression)."""
 
     def __init__(self) -> None:
         self._sums: dict[int, np.ndarray] = {}  # of 1, passes, seconds, passes squared, passes times seconds
@@ -68,7 +68,7 @@ class PassSeconds:
         self._sums[row_class(num_rows)] = own if known is None else (1 - WEIGHT) * known + own
 
     def at(self, num_rows: int, guess: float) -> tuple[float, float]:
-        """Seconds without a pass, and of each pass. guess: of a pass, where rounds did not differ."""
+        """Seconds without a pass, and of each pass. guess: of a pass, if all rounds had the same number of passes."""
         if not self._sums:
             return 0.0, guess
         own = row_class(num_rows)
@@ -80,7 +80,7 @@ class PassSeconds:
 
 
 class Controller:
-    """Chooses steps for one engine."""
+    """Plans the device rounds of one engine."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Controller:
         path_calibration: PathCalibration,
         padded: Callable[[int], int] = int,
     ) -> None:
-        """calibration: None: a drafter's q is taken as it is, and nothing is learned.
+        """calibration: None: the drafter's q is the acceptance probability, and nothing is learned.
 
-        padded: the size of a step of so many tokens.
+        padded: from a number of tokens to the size of their step.
         """
         self.budget, self.step, self._padded = budget, budget.step, padded
         self.num_passes, self.fixed, self.fixed_passes = budget.max_passes, budget.fixed, budget.fixed_passes
@@ -99,19 +99,19 @@ class Controller:
         self.proposing = PassSeconds()
         self.rest, self.plain_rest = SecondsByRows(), SecondsByRows()
         self._gains: dict[int, np.ndarray] = {}  # by `row_class`: accepted tokens of a row by mean number of nodes
-        self._since_trees = 0  # plain rounds since the last with a tree
-        self._usual_passes = self.num_passes / 2  # running mean, of rounds with trees
+        self._since_trees = 0  # plain rounds since the last one with a tree
+        self._usual_passes = self.num_passes / 2  # running mean over rounds with trees
 
     # The next round
 
     def plan(self, kinds: Sequence[int], padded_rows: int, sizes: Sequence[int], num_prefill_tokens: int) -> Plan:
         """Choose the round with the most expected tokens minus time x tokens per second.
 
-        A second is worth the tokens of the best round without prompts: prompts have to be read anyway, and a token that
-        comes while one is read shortens the rounds after it.
+        Tokens per second are those of the best round without prompts. Prefill must be done anyway, and tokens decoded
+        beside it save later rounds.
 
-        kinds: by row, see `RowDraws.kind`. sizes: of captured steps with trees, rising; `padded_rows` is that of a
-        plain one.
+        kinds: by row, see `RowDraws.kind`. sizes: of captured steps with trees, ascending; a plain step has
+        `padded_rows` tokens.
         """
         num_rows = len(kinds)
         plain = Plan(padded_rows, 0, [0.0] * (self.num_passes + 2))
@@ -135,7 +135,7 @@ class Controller:
         net, size = max(
             (own - rate * self._seconds(num_rows, size, num_prefill_tokens, False), size) for size, own in by_size
         )
-        loss = num_rows - rate * plain_seconds - net  # tokens
+        loss = num_rows - rate * plain_seconds - net  # of the best tree against a plain round, in tokens
         if loss > 0:
             self._since_trees += 1
             if loss > WASTE * self._since_trees * num_rows:
@@ -143,13 +143,13 @@ class Controller:
         return self._plan_tree(size, kinds, rate * self._proposing(num_rows)[1])
 
     def fixed_size(self, num_rows: int, sizes: Sequence[int]) -> int:
-        """The smallest of the rising `sizes` that holds a fixed number of nodes for every row."""
+        """The smallest of the ascending `sizes` that holds the fixed number of nodes for every row."""
         assert self.fixed is not None
         most = num_rows * (1 + self.fixed)
         return next((size for size in sizes if size >= most), sizes[-1])
 
     def _plan_tree(self, size: int, kinds: Sequence[int], pass_tokens: float) -> Plan:
-        """A round with a tree. pass_tokens: that a pass's time would bring otherwise."""
+        """Plan a round with a tree. pass_tokens: tokens that could be decoded in the time of a pass."""
         self._since_trees = 0
         passes = range(self.num_passes)
         thresholds = [self.budget.least_reach(len(kinds), number, kinds, pass_tokens) for number in passes]
@@ -176,14 +176,14 @@ class Controller:
         return self.proposing.at(num_rows, USUAL_PASS_COST * self.step.seconds(num_rows))
 
     def _gain(self, num_rows: int, num_nodes: float) -> float:
-        """Expected accepted tokens of a row, beside the target's own, with so many nodes a row on average."""
+        """Expected accepted tokens of a row, without the target's own, with `num_nodes` nodes per row on average."""
         own = row_class(num_rows)
         curve = self._gains[min(self._gains, key=lambda other: abs(other - own))]
         return float(np.interp(num_nodes, _NODES, curve))
 
     @property
     def pass_limits(self) -> list[int]:
-        """Numbers of draft passes that a round may be captured for, rising; with 0 only retrieval proposes."""
+        """Numbers of draft passes to capture rounds for, ascending. With 0, only retrieval proposes."""
         if self.fixed_passes is not None:
             return [self.fixed_passes]
         return [0, *range(_PASS_STRIDE, self.num_passes, _PASS_STRIDE), self.num_passes] if self.num_passes else [0]
@@ -222,9 +222,10 @@ class Controller:
         self._gains[row_class(num_rows)] = curve if known is None else known + WEIGHT * (curve - known)
 
     def _learn_passes(self, outcome: Outcome, expected: np.ndarray) -> None:
-        """Learn what each pass brought: the expected tokens of the verified nodes that needed it.
+        """Learn the gain of each pass: the expected tokens of the verified nodes that needed it.
 
-        Without the pass other nodes would be in their places. These count as the likeliest that were not verified.
+        Without the pass, other nodes would have been verified instead. So the gain is reduced by the expected tokens
+        of the likeliest nodes that were not verified.
         """
         is_verified = np.arange(expected.shape[1]) < outcome.num_nodes[:, None]
         needs = outcome.needs[:, 1:][is_verified[:, : outcome.needs.shape[1] - 1]]
@@ -249,5 +250,5 @@ class Controller:
         self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes, outcome.kinds)
 
 
-# Mean numbers of nodes of a row for which gains are kept.
+# Gains are kept for these mean numbers of nodes per row.
 _NODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 127.0])

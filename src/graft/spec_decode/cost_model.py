@@ -1,7 +1,7 @@
 """Cost model: a table of step times by number of tokens, and times of other work by number of rows.
 
-Times are learned from rounds. Before the first one, a step's cost has the usual shape of the device. A server measures
-it at start-up.
+Times are learned from rounds. Before the first round, step times follow the usual shape for the kind of device. A
+server measures them at start-up instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from graft.model import TargetRunner
     from graft.spec_decode.proposers.drafter import Drafter
 
-WEIGHT = 0.05  # of a round in every running mean
+WEIGHT = 0.05  # of each new round in running means
 CLIP = 2.0  # an observation counts for at most this many times the expected value, and at least this fraction of it
-OPTIMISM = 0.003  # by which an untried choice looks better every round; a well-known one far less
-HASTE = 10  # times faster than that, for sizes observed before a SHIFT: a busy machine may have made them slow
-SHIFT = 0.2  # change of the level, a logarithm, after which earlier observations count as a single one
-FIRST = 3  # observations; if one of these is far below the others it counts alone, as other work only adds time
+OPTIMISM = 0.003  # how much better an untried choice looks after every round; a well-known one far less
+HASTE = 10  # factor on OPTIMISM for sizes observed before a SHIFT: perhaps they were slow because the machine was busy
+SHIFT = 0.2  # change of the level (a logarithm) after which earlier observations of a size count as only one
+FIRST = 3  # if one of so many first observations is far below the others, it replaces them: other work only adds time
 # Without padding, times are kept for these sizes and interpolated between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then one plain step more per _STEEP tokens
@@ -35,7 +35,7 @@ _SLOPE = 0.05  # plain steps that one more token costs on a CPU
 
 
 def usual_shape(device: str) -> Callable[[int], float]:
-    """The cost of a step by its number of tokens, in plain steps, before any was timed."""
+    """A guess of the cost of a step by its number of tokens, in plain steps, until steps are timed."""
     if device == "cpu":
         return lambda num_tokens: 1 + _SLOPE * (num_tokens - 1)
     return lambda num_tokens: 1 + max(0, num_tokens - _FLAT) / _STEEP
@@ -44,13 +44,12 @@ def usual_shape(device: str) -> Callable[[int], float]:
 class StepCost:
     """The table of step times: expected seconds of a step by its number of tokens.
 
-    A time is the product of a shape (the usual one, or measured), a correction of the size, and one level for all
-    sizes. Long contexts and a busy machine raise the level, so no size is judged by when it was tried. A size that was
-    not observed takes its correction from its neighbours.
+    A time is the product of a shape (usual or measured), a correction for the size, and one level for all sizes. Long
+    contexts and a busy machine raise the level, so they do not count against the size that was tried at that time. A
+    size that was not observed takes its correction from its neighbours.
 
-    Sizes that are not tried look a little better from round to round (optimism), so that a size that once was slow is
-    tried again, even the plain step. This is quicker after the level has changed, as when other work on the machine
-    ends.
+    With optimism, expected times of untried sizes fall a little every round. So a size that was slow once is tried
+    again, even the plain step. They fall faster after the level has changed, as when other work on the machine ends.
     """
 
     def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = float) -> None:
@@ -69,16 +68,16 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step was timed; before, times are in plain steps."""
+        """Whether any step was timed. Until then, times are in units of a plain step."""
         return self._level is not None
 
     @property
     def is_sure(self) -> bool:
-        """Whether enough steps were timed to rule out hiccups, which are rare where a GPU pads its steps."""
+        """Whether enough steps were timed to rule out outliers. On a GPU, with padded steps, one is enough."""
         return self._num_observed >= (1 if self.is_padded else FIRST)
 
     def seconds(self, num_tokens: int) -> float:
-        """Expected seconds of a step of so many tokens."""
+        """Expected seconds of a step of `num_tokens` tokens."""
         return self._at(self._seconds, num_tokens)
 
     def _at(self, values: Sequence[float], num_tokens: int) -> float:
@@ -110,14 +109,14 @@ class StepCost:
                 if is_stale:
                     self._counts[place] = 1
                 more = (HASTE if is_stale else 1) * OPTIMISM / (1 + self._counts[place])
-                # A size that was far slower than others may have been slow only then.
+                # If it was far slower than other sizes, optimism may make up for all of the difference.
                 most = limit + (max(self._correction(place) - usual, 0.0) if is_stale else 0.0)
                 self._optimism[place] = max(self._optimism[place] - more, -most)
         self._optimism[at] = 0.0
         error = math.log(seconds / self._at(self._unbiased, num_tokens))
         self._level += WEIGHT * _clipped(error, limit)
-        # The first observation of a size is taken as it is. Later ones are averaged, and outliers count less the better
-        # a size is known. But if one of the first was a hiccup, it is forgotten.
+        # The first observation of a size is taken as it is. Later ones are averaged, and the better a size is known, the
+        # more outliers are clipped. But if one of the first was far too slow, a faster one replaces it.
         weight = max(1 / (1 + self._counts[at]), WEIGHT)
         if error < -SHIFT and self._counts[at] < FIRST:
             own = (1 - WEIGHT) * error
@@ -137,7 +136,7 @@ class StepCost:
                 break
             try:
                 seconds.append(time_step(target, size))
-            except torch.OutOfMemoryError:  # also of the KV cache's pages: there will never be a step of that size
+            except torch.OutOfMemoryError:  # perhaps of pages: then no step can have that size
                 break
         last = len(seconds) - 1
         seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
@@ -150,7 +149,7 @@ class StepCost:
         return {"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(self._seconds).double()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore from `state`, perhaps for other sizes."""
+        """Restore from `state`, which may be of other sizes."""
         if "step_sizes" not in state or "step_seconds" not in state:
             return
         known = StepCost(state["step_sizes"].tolist())
@@ -189,7 +188,7 @@ def _clipped(value: float, limit: float) -> float:
 
 
 class UnitCost(StepCost):
-    """Step times where every step is the unit of time."""
+    """Step times for a fixed budget: every step takes 1."""
 
     def seconds(self, num_tokens: int) -> float:
         return 1.0
@@ -204,10 +203,9 @@ def row_class(num_rows: int) -> int:
 
 
 class SecondsByRows:
-    """Running means of seconds by number of rows, one for each `row_class`; the nearest class where none was observed.
+    """Running means of seconds for each `row_class`. A class without observations takes those of the nearest class.
 
-    On a GPU most times do not depend on the number of rows, on a CPU they grow with it. Nothing is assumed: the first
-    observation decides.
+    On a GPU most times do not depend on the number of rows, and on a CPU they grow with it. So no shape is assumed.
     """
 
     def __init__(self) -> None:
@@ -224,7 +222,7 @@ class SecondsByRows:
         return self._means[own if own in self._means else min(self._means, key=lambda other: abs(other - own))][0]
 
     def observe(self, num_rows: int, seconds: float, most: float = math.inf) -> None:
-        """most: the most that a first observation counts for, as it may be a hiccup."""
+        """Learn from an observation. most: the upper limit of a first one, which may be an outlier."""
         mean, count = self._means.get(row_class(num_rows), (0.0, 0))
         clipped = min(seconds, CLIP * mean if count else most)
         self._means[row_class(num_rows)] = (mean + max(1 / (1 + count), WEIGHT) * (clipped - mean), count + 1)
@@ -238,7 +236,7 @@ class SecondsByRows:
 
 
 def time_pass(drafter: Drafter, target: TargetRunner) -> float:
-    """Seconds of a draft pass for one row, on a scratch state: the best of three, as the first includes set-up."""
+    """Seconds of a draft pass for one row, on a scratch state: the best of three, since the first includes set-up."""
     cache, best = target.open(1, num_slots=8), math.inf
     try:
         state = drafter.open(cache)
@@ -255,7 +253,7 @@ def time_pass(drafter: Drafter, target: TargetRunner) -> float:
 
 
 def time_step(target: TargetRunner, num_tokens: int) -> float:
-    """Seconds of a step of so many tokens after short texts, on a scratch cache: the best of two."""
+    """Seconds of a step of `num_tokens` tokens after short texts, on a scratch cache: the best of two."""
     context, best = 64, math.inf
     num_rows = -(-num_tokens // _WIDEST)
     width = -(-num_tokens // num_rows)

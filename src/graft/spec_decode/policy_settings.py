@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 POLICY_NAMES = ("off", "graft")  # those that users choose between; `graft.bench` registers more
 DEFAULT_POLICY = "graft"
-MAX_BUDGET = 127  # nodes of a row that a round may verify beside the root
-USUAL_BUDGET = 60  # of policies that do not choose the number of nodes
-USUAL_PASS_COST = 0.03  # of a draft pass, in verify steps, until it is measured: about the published share
+MAX_BUDGET = 127  # the most nodes of a row in a round, without the root
+USUAL_BUDGET = 60  # nodes of a row, for policies that do not choose their number
+USUAL_PASS_COST = 0.03  # of a draft pass, in verify steps, until it is measured: about the published ratio
 
 
 @dataclass(frozen=True)
 class PolicySettings(Settings):
     """Settings of the tree that every policy takes."""
 
-    budget: int | None = None  # nodes per row and round beside the root; None: what pays, or the usual 60
+    budget: int | None = None  # nodes per row and round, without the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verify steps of the whole budget; None: measured
-    isolated: bool = False  # texts of different owners learn nothing from each other; all use a restored state
-    datastore: Datastore | None = None  # an index on disk to retrieve from, for `graft` alone
-    passes: int | None = None  # draft passes of every round, to measure with; None: what pays
+    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state is shared
+    datastore: Datastore | None = None  # an index on disk to retrieve from; only for `graft`
+    passes: int | None = None  # draft passes of every round, for measurements; None: what pays
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)

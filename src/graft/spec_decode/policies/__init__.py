@@ -34,10 +34,10 @@ def make_policy(
     isolated: bool = False,
     datastore: Datastore | None = None,
 ) -> Policy:
-    """The policy of that name for one target, with nothing learned yet.
+    """Make the policy of that name for one target, with nothing learned yet.
 
-    budget: nodes that a round verifies beside the root; None: measured costs decide (`graft`), or 60.
-    pass_cost: of a draft pass, in verify steps; None: measured.
+    budget: nodes per row and round, without the root; None: measured costs decide (`graft`), or 60.
+    pass_cost: cost of a draft pass, in verify steps; None: measured.
     isolated: texts learn only from themselves and from texts of the same owner (`Sequence.owner`).
     datastore: an index on disk that `graft` retrieves from as well.
     """

@@ -1,6 +1,6 @@
 """The policy contract: propose a round's tree before the target verifies it, and learn from the round afterwards.
 
-The base class keeps the drafter and the retrievers up to date, which all policies do alike.
+The base class keeps the drafter and the retrievers up to date, in the same way for all policies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Policy(ABC):
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
-    runs_on_device = False  # whether a GPU can make its rounds by itself; see `controller`
+    runs_on_device = False  # whether its rounds can be device rounds; see `controller`
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -60,15 +60,15 @@ class Policy(ABC):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Called before every run: measure, once, what the policy cannot start without."""
+        """Called before every run. Measures, once, costs that the policy needs from the start."""
 
     def measure(self) -> None:  # noqa: B027 - optional
-        """Measure, once, costs that rounds would teach otherwise; a server does so at start-up."""
+        """Measure, once, costs that would otherwise be learned from rounds. A server does so at start-up."""
 
     def controller(self, padded: Callable[[int], int]) -> Controller | None:
-        """What plans the rounds that the device makes by itself; None: they are plain.
+        """The planner of device rounds; None: they are plain.
 
-        padded: the size of a step of so many tokens.
+        padded: from a number of tokens to the size of their step.
         """
         return None
 
@@ -130,13 +130,13 @@ class Policy(ABC):
         """Restore costs from `costs`, made on this machine, so that they need not be measured again."""
 
     def coming_draws(self, batch: Batch) -> ComingDraws | None:
-        """What the round's tree may know of the rows' coming draws; None: nothing."""
+        """What the round's tree may use of the rows' coming draws; None: nothing."""
         draws = batch.chooser.coming_draws() if self.knows_draws and batch.chooser is not None else None
         is_known = draws is not None and (self.drafter is None or self.drafter.knows(draws))
         return draws if is_known else None
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
-        """Candidates with the batch's roots alone."""
+        """Candidates with only the batch's roots."""
         ids = [sequence.ids for sequence in batch.sequences]
         return Candidates(roots, ids, self._salts(batch), self.coming_draws(batch))
 

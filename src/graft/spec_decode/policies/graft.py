@@ -1,6 +1,6 @@
 """graft: candidates of all proposers, ranked by acceptance probability, within the budget that pays best.
 
-The decisions are in `grafter`, which knows no engine. This policy gives it our engine's drafter, step times and rounds.
+The decisions are in `grafter`, which does not depend on an engine. This policy connects it to our engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from graft.tree.tree import DraftTree
 
 
 class LearnedOnDevice(Protocol):
-    """What the rounds that the device makes by itself have learned."""
+    """What device rounds have learned."""
 
     def state(self) -> dict[str, Tensor]: ...
 
     def reload(self) -> None:
-        """Take over the state of the policy's retrievers."""
+        """Load the state of the policy's retrievers."""
 
 
 class Graft(Policy):
@@ -76,7 +76,7 @@ class Graft(Policy):
                 self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
-        self._ended = 0.0  # until its prompt is prefilled, and while nobody asked, no time is a round's
+        self._ended = 0.0  # prefill and idle time do not count as a round's
         return super().open(cache, texts)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
@@ -104,7 +104,7 @@ class Graft(Policy):
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         ended, self._ended = self._ended, time.perf_counter()
         round_seconds = self._ended - ended if ended else 0.0
-        # The time of a round with one-time work, such as a graph capture, says nothing about others.
+        # The time of a round with one-time work, such as a graph capture, says nothing about other rounds.
         is_usual = seconds > 0 and num_setups_of(self._target, self.drafter) == self._setups_before
         prefill = self._num_prefill_tokens
         self.grafter.learn(self._round, tree, accepted, seconds, round_seconds, is_usual, prefill)

@@ -14,7 +14,7 @@ from graft.tree.tree import DraftTree
 
 
 class Off(Policy):
-    """Verifies roots alone."""
+    """Verifies only roots."""
 
     runs_on_device = True
 
