@@ -65,7 +65,7 @@ class Stream(Iterator[str]):
         rounds: Generator[list[TokenSequence], None, None],
         watch: Callable[[RoundRecord], None] | None = None,
     ) -> None:
-        """rounds: decodes the sequence, a round each time. watch: called with the record of every round."""
+        """rounds: an iterator that decodes one round per step. watch: called with the record of every round."""
         self._sequence, self._rounds, self._watch = sequence, rounds, watch
         sequence.is_recorded = watch is not None
 
@@ -81,7 +81,7 @@ class Stream(Iterator[str]):
         raise StopIteration
 
     def cancel(self) -> None:
-        """End the answer here and free its KV cache; accepted tokens stay in `result`."""
+        """End the answer now and free its KV cache. Accepted tokens stay in `result`."""
         self._rounds.close()
 
     @property

@@ -4,9 +4,8 @@ A new request's prompt is prefilled in chunks, in the same steps that decode oth
 take pages of the KV cache as their texts grow. When none are free, the youngest request is preempted: it gives up its
 pages, waits, and is prefilled again. Its text does not change.
 
-`Engine.generate` and the other verbs drive a loop of their own; a server's thread (`scheduler.py`) drives one for all
-its requests. A step changes a batch completely or not at all, so only the requests whose own step or round failed end
-without their answers.
+Each call of `Engine.generate` and the like runs its own loop; a server's thread (`scheduler.py`) runs one for all its
+requests. If a step or round fails, only the requests in it end without their answers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence
 from graft.request.stats import Clock
 
-_MIN_SHARED_TOKENS = 256  # tokens that two prompts share, from which on the second waits until the first is prefilled
+_MIN_SHARED_TOKENS = 256  # if two prompts share at least this prefix, the second waits until the first is prefilled
 
 
 @dataclass(eq=False)
@@ -51,7 +50,7 @@ class _Prefill:
 
 
 class DecodeLoop:
-    """Which requests are prefilled, decoded, preempted and ended in each step. All of it runs in one thread."""
+    """Decides which requests each step prefills, decodes, preempts and ends. All of it runs in one thread."""
 
     def __init__(self, engine: Rounds, settings: SchedulerSettings, max_batched_tokens: int) -> None:
         self.engine, self.settings, self.max_batched_tokens = engine, settings, max_batched_tokens
@@ -61,7 +60,7 @@ class DecodeLoop:
         self._changed = threading.Condition()  # held to change or read `_waiting`, which other threads may add to
         self._waiting: deque[Job] = deque()
         self._prefills: list[_Prefill] = []  # replaced, never changed: other threads read it
-        # The rows that are decoded: those whose rounds the device makes by itself (True), and those that need the host.
+        # The rows that are decoded: True: in device rounds; False: rows that need the host.
         self._batches: dict[bool, Batch] = {}
         self._jobs: dict[Sequence, Job] = {}  # of the batch's sequences; replaced, never changed
 
@@ -89,11 +88,11 @@ class DecodeLoop:
 
     @property
     def decoded(self) -> list[Sequence]:
-        """The sequences that are decoded."""
+        """The sequences that are being decoded."""
         return [sequence for batch in self._batches.values() for sequence in batch.sequences]
 
     def release(self) -> None:
-        """Give up all requests and free their pages. Nobody is told, and the prefix cache keeps nothing more."""
+        """Drop all requests and free their pages, without reports and without keeping pages in the prefix cache."""
         batches = [*self._batches.values()]
         with self._changed:
             self._waiting.clear()
@@ -106,7 +105,7 @@ class DecodeLoop:
 
     @property
     def _running(self) -> set[Job]:
-        """Requests that are prefilled or decoded."""
+        """Requests that are being prefilled or decoded."""
         return {*self._jobs.values(), *(prefill.job for prefill in self._prefills)}
 
     @property
@@ -136,7 +135,7 @@ class DecodeLoop:
                 return
 
     def _shares_a_prefill(self, job: Job) -> bool:
-        """Whether much of its prompt is being prefilled for another request: the prefix cache will have it soon."""
+        """Whether another request prefills much of the same prompt, which the prefix cache will then have."""
         if self.settings.prefix_cache_tokens == 0:
             return False
         sequence = job.sequences[0]
@@ -149,7 +148,7 @@ class DecodeLoop:
         )
 
     def _open(self, prefill: _Prefill) -> bool:
-        """Give a request its rows. False if it has to wait for pages. Called without the lock, which others need."""
+        """Give a request its rows. False if it has to wait for pages. Called without the lock, since it takes time."""
         job, start = prefill.job, time.perf_counter()
         try:
             for sequence in job.open_answers:
@@ -190,16 +189,16 @@ class DecodeLoop:
         return chunks
 
     def _max_tokens(self) -> int:
-        """Tokens of the coming step. Beside a long text fewer: the time and memory of attention grow with both."""
+        """Token limit of the coming step. It is lower beside long texts: attention's cost grows with both."""
         reading = (sequence for prefill in self._prefills for sequence in prefill.job.sequences)
         longest = max((len(sequence.ids) for sequence in itertools.chain(self._jobs, reading)), default=1)
         most = max(self.max_batched_tokens, default_batched_tokens(self.engine.target.device)) * LONG_TEXT // longest
         return min(self.max_batched_tokens, self.engine.target.max_tokens or most, most)
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:
-        """A step of prompt chunks alone, while no request is decoded."""
+        """Run a step of only prompt chunks, while no request is decoded."""
         start = time.perf_counter()
-        # While others wait, they are admitted as the device works.
+        # If requests wait, do not wait for the device: admit them while it works.
         is_last = not self._waiting and len(self._prefills_of(chunks)) == len(self._prefills)
         try:
             self.engine.prefill(chunks, waits=is_last)
@@ -223,7 +222,7 @@ class DecodeLoop:
 
     def _join_prefilled(self) -> None:
         for prefill in self._prefills:
-            if prefill not in self._prefills:  # preempted for one before it
+            if prefill not in self._prefills:  # preempted earlier in this loop
                 continue
             try:
                 self._join_if_prefilled(prefill)
@@ -232,7 +231,7 @@ class DecodeLoop:
                 self._fail(prefill.job, error)
 
     def _join_if_prefilled(self, prefill: _Prefill) -> None:
-        """Move a request's rows, one for each answer, to the batch that is decoded, if its prompt is prefilled."""
+        """If a request's prompt is prefilled, move its rows, one for each answer, to the decoded batch."""
         job, batch = prefill.job, prefill.batch
         assert batch is not None
         if (failure := prefill.failure) is not None:
@@ -258,11 +257,11 @@ class DecodeLoop:
     # Pages and preemption
 
     def _extend_rows(self) -> None:
-        """Give every row that is decoded pages for what the coming round writes, the oldest request first."""
+        """Give every decoded row pages for what the coming round writes, the oldest request first."""
         short = [pair for batch in self._batches.values() for pair in self.pages.short_rows(batch)]
         for sequence, row in sorted(short, key=lambda pair: self._jobs[pair[0]].number):
             job = self._jobs.get(sequence)
-            if job is None:  # preempted for one before it
+            if job is None:  # preempted earlier in this loop
                 continue
             try:
                 self._allocate(job, partial(self.pages.extend, row))
@@ -273,7 +272,7 @@ class DecodeLoop:
     def _allocate(self, job: Job, take: Callable[[], None]) -> bool:
         """Call `take`, which allocates pages for the request. While none are free, preempt the youngest request.
 
-        False if that was the request itself.
+        Returns False if the request itself was preempted.
         """
         while True:
             try:
@@ -291,7 +290,7 @@ class DecodeLoop:
                 return False
 
     def _preempt(self, job: Job) -> None:
-        """Take a request's pages. It waits before all others, is prefilled again, and continues where it was."""
+        """Take a request's pages and put it first in the queue. It will be prefilled again and continue its answers."""
         try:
             for batch in self._batches.values():
                 own = [row for row, sequence in enumerate(batch.sequences) if self._jobs[sequence] is job]
@@ -300,7 +299,7 @@ class DecodeLoop:
                     for row in own:
                         batch.sequences[row].settle()
                         self._report(batch.sequences[row])
-                    # The device keeps no sampler on the host: what a row has drawn is its text.
+                    # Device rounds have no sampler on the host to keep: its state follows from the row's text.
                     job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
             self._remove([job])
         except Exception as error:
@@ -314,7 +313,7 @@ class DecodeLoop:
     # The round
 
     def _decode(self, chunks: list[PrefillChunk]) -> None:
-        """A round of each batch, the device's own first: it works on while the host makes the other."""
+        """Run a round of each batch. The device round is launched first, to overlap with the host's round."""
         start = time.perf_counter()
         for is_on_device in sorted(self._batches, reverse=True):
             self._round(self._batches[is_on_device], chunks)
@@ -329,10 +328,10 @@ class DecodeLoop:
         try:
             self.engine.run_round(batch, self.clock, chunks, partial(self._report_all, batch))
         except Exception as error:
-            # Nobody knows whose fault it was, and the rows are in no defined state.
+            # The cause may be any row, and the state of all rows is undefined.
             self._fail_batch(batch, error)
             self._fail_prefills(chunks, error)
-        if not batch.is_on_device and self._batches.get(True) is batch:  # the device could not go on
+        if not batch.is_on_device and self._batches.get(True) is batch:  # device rounds failed: the host takes over
             del self._batches[True]
             if False in self._batches:
                 self._batches[False].join(batch)
@@ -341,12 +340,12 @@ class DecodeLoop:
         self._count_prefill(chunks, time.perf_counter() - start)
 
     def _report_all(self, batch: Batch) -> None:
-        """Report the results of earlier rounds, while the device works."""
+        """Report the results of earlier rounds while the device works."""
         for sequence in batch.sequences:
             self._report(sequence)
 
     def _remove_finished(self) -> None:
-        """Report rows that have finished or failed, and remove them. May be repeated."""
+        """Report and remove rows that have finished or failed. May be repeated."""
         failed, finished = dict[Job, Exception](), set[Sequence]()
         for sequence in self.decoded:
             constraint_error = sequence.constraint.error if sequence.constraint is not None else None
@@ -365,7 +364,7 @@ class DecodeLoop:
     # Leaving
 
     def _remove(self, jobs: Collection[Job]) -> None:
-        """Remove requests that have not finished, prefilled or decoded."""
+        """Remove requests that have not finished, whether they are being prefilled or decoded."""
         if not jobs:
             return
         going = [prefill for prefill in self._prefills if prefill.job in jobs]
@@ -406,7 +405,7 @@ class DecodeLoop:
         self.pages.shrink_prefix_cache()
 
     def _keep_rows(self, batch: Batch, rows: list[int]) -> Exception | None:
-        """Keep these rows of the batch alone. Returns the error if that failed and the batch is unchanged."""
+        """Keep only these rows of the batch. Returns the error if that failed and the batch is unchanged."""
         before, going = batch.cache, [row for number, row in enumerate(batch.cache.rows) if number not in set(rows)]
         try:
             batch.keep(rows)
@@ -428,7 +427,7 @@ class DecodeLoop:
             self._fail_batch(batch, error)
 
     def _fail_batch(self, batch: Batch, error: Exception, gone: Collection[Sequence] = ()) -> None:
-        """End all requests of a batch, except those whose rows are gone already."""
+        """End all requests of a batch with an error, except those whose rows are already gone."""
         own = set(batch.sequences) | set(gone)
         jobs = {job for sequence, job in self._jobs.items() if sequence in own and sequence not in gone}
         for sequence in own:
@@ -445,5 +444,5 @@ class DecodeLoop:
         """Called for every answer while the device works, and at its end. The scheduler overrides it."""
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """End a request. Here its caller raises the error."""
+        """End a request with an error, which its caller raises. The scheduler overrides it."""
         job.error = error

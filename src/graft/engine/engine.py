@@ -1,6 +1,7 @@
 """The engine: a target model and everything learned about it, with the verbs of the library.
 
-The round is in `rounds.py`. Every verb submits its prompts to a decode loop, the same that a server's thread runs.
+The round is in `rounds.py`. Every verb (`generate`, `stream` ...) submits its prompts to a decode loop, the same class
+that a server's thread runs.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Engine(Rounds):
         prefix_cache: keep the pages of finished texts until their memory is needed. A prompt that begins like one of
         them is prefilled only from where it differs. The model's weights must not change meanwhile.
 
-        exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
-        are slower. What is promised without it: docs/exactness.md.
+        exact: on a GPU, no text depends on its batch, not even by rounding. If that is impossible, a GraftError says
+        why. Large batches are slower. What is promised without it: docs/exactness.md.
         """
         model = usable_model(model)
         good = tokenizer is None or hasattr(tokenizer, "decode")
@@ -93,8 +94,8 @@ class Engine(Rounds):
     ) -> list[Generation]:
         """Answer several prompts together; each gets the text that it would get alone.
 
-        each: options of every prompt, which take precedence over those for all. How exactly the texts are the same, on
-        which device and in which precision: docs/exactness.md.
+        each: options of every prompt, which take precedence over those for all. docs/exactness.md says how exactly the
+        texts are the same, by device and precision.
         """
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
@@ -129,7 +130,7 @@ class Engine(Rounds):
             while (piece := await loop.run_in_executor(self._thread, next, stream, None)) is not None:
                 yield piece
         finally:
-            # Shielded: an event loop that ends cancels what it awaits, and the pages would never be freed.
+            # Shielded: an event loop that ends cancels its tasks, and the pages would never be freed.
             await asyncio.shield(asyncio.wrap_future(self._thread.submit(stream.cancel)))
 
     @cached_property
@@ -140,7 +141,7 @@ class Engine(Rounds):
         """Sample `n` answers to one prompt, as reinforcement learning does.
 
         The prompt is prefilled once, and the answers learn from each other while they are decoded. Options are those of
-        SamplingSettings, at temperature 1 unless one is given; answer i is that of seed + i.
+        SamplingSettings; the default temperature is 1. Answer i is the one that seed + i would give alone.
         """
         return self.generate(prompt, **{"temperature": 1.0, **options, "n": n}).choices
 
@@ -154,8 +155,8 @@ class Engine(Rounds):
     ) -> Stream:
         """Answer one prompt piece by piece, as tokens are accepted.
 
-        watch: called with a record of every round. Rejected nodes that may be other users' text are left out of it,
-        unless `show_all`.
+        watch: called with a record of every round. Unless `show_all`, the record leaves out rejected nodes that may be
+        other users' text.
         """
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
@@ -204,7 +205,7 @@ class Engine(Rounds):
         limit, prompt, new = self.target.max_positions, sequence.num_prompt_tokens, sequence.num_remaining
         if limit is None or prompt + new <= limit:
             return
-        # A context that is shorter here than the model's own needs a reason.
+        # If the limit is shorter than the model's own context, the message must say why.
         own = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
         why = ""
         if own is not None and own > limit:
@@ -226,11 +227,11 @@ class Engine(Rounds):
         chooser: Chooser | None = None,
         prefill: Callable[[Batch], None] | None = None,
     ) -> Generator[list[TokenSequence], None, None]:
-        """Decode the sequences together until all have ended; after every round, yield those that were in it.
+        """Decode the sequences together until all have ended. After every round, yield those that were in it.
 
         chooser: replaces the sampler of their settings. prefill: replaces the engine's own prefill, for prompts that
-        are more than tokens. It commits every prompt but its last token. Closing the iterator early cancels what is
-        left.
+        are more than tokens; it commits all but the last token of every prompt. Closing the iterator early cancels the
+        remaining sequences.
         """
         require(bool(sequences), "there is no prompt to decode")
         start = time.perf_counter()

@@ -30,7 +30,7 @@ class BusyError(Exception):
 
 @dataclass(frozen=True)
 class Update:
-    """News of one of a request's answers, after a round."""
+    """What a round added to one of a request's answers."""
 
     index: int  # of the answer
     text: str
@@ -70,9 +70,9 @@ class Job:
     number: int = field(default_factory=lambda: next(_NUMBERS))  # a younger job has a higher number
     request: int = 0  # once submitted: the number of the first job of the same request
     is_preempted: bool = False
-    # What replaces the samplers of its open answers' settings; once preempted, samplers that know what they have drawn.
+    # Samplers of its open answers, if they are not made from the settings. A preempted request keeps its samplers here.
     choosers: list[Chooser] = field(default_factory=list)
-    # Replaces the loop's own prefill, for prompts that are more than tokens: commits all of each but its last token.
+    # Custom prefill, for prompts that are more than tokens (images). It commits all but the last token of each prompt.
     prefill: Callable[[Batch], None] | None = None
 
     def __post_init__(self) -> None:

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from graft.engine.rounds import Rounds
     from graft.engine.settings import SchedulerSettings
 
-_OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
-_OF_A_MACHINE = 0.25  # the KV cache alone
+_OF_A_GPU = 0.85  # share of a GPU's memory for weights, KV cache and CUDA graphs
+_OF_A_MACHINE = 0.25  # share of the machine's memory for the KV cache, on a CPU
 _WORKSPACE = 2 << 30  # bytes of a GPU for CUDA graphs and kernels, beside weights, KV cache and steps
-_CONTEXT = 1 << 30  # the most bytes of a CUDA context: whatever else is in use belongs to other processes
+_CONTEXT = 1 << 30  # upper bound of a CUDA context's bytes; all other use belongs to other processes
 
 
 def num_pages_for(engine: Rounds, settings: SchedulerSettings, max_batched_tokens: int) -> int:
     """Pages to allocate for the KV caches of the target and the drafter."""
     device, limits = engine.target.device, []
     if engine.target.max_positions is not None:
-        # Twice what all rows could use at once: the other half is for the prefix cache.
+        # Twice what all rows could use at once, to leave half for the prefix cache.
         limits.append(2 * settings.max_rows * (-(-engine.target.max_positions // PAGE) + 4))
     if settings.max_cache_tokens is not None:
         limits.append(settings.max_cache_tokens // PAGE)
@@ -41,7 +41,7 @@ def num_pages_for(engine: Rounds, settings: SchedulerSettings, max_batched_token
 
 
 def _room(share: float, free: int, total: int, reserved: int) -> int:
-    """Bytes of a GPU that may still be allocated. reserved: by this process, beside its CUDA context."""
+    """Bytes of a GPU that may still be allocated. reserved: by this process, without its CUDA context."""
     context = min(max(total - free - reserved, 0), _CONTEXT)
     return min(int(share * total) - reserved - context, free)
 

@@ -1,6 +1,6 @@
-"""Page allocator: the decode loop's view of the KV cache: how many pages requests need, get and leave behind.
+"""Page allocator: how many pages of the KV cache requests need, get, and leave in the prefix cache.
 
-Who has to give up pages when none are free is the loop's decision.
+The decode loop decides which request gives up its pages when none are free.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class PageAllocator:
 
     def __init__(self, engine: Rounds, settings: SchedulerSettings) -> None:
         self.engine, self.settings = engine, settings
-        # Slots that a round may write after a row's committed text: the target's tree, or the drafter's.
+        # Slots that a round may write after a row's committed text: the verified tree, or drafts.
         self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
-        if engine.device_rounds is not None:  # the host does not know yet what the round in flight has added
+        if engine.device_rounds is not None:  # the round in flight may have added tokens that the host does not know of
             self.slots_ahead += engine.device_rounds.max_new_tokens
 
     @property
@@ -51,7 +51,7 @@ class PageAllocator:
         return self.engine.target.pool
 
     def fix_size(self, max_batched_tokens: int) -> None:
-        """Allocate as many pages as memory and settings allow, once for all."""
+        """Allocate as many pages as memory and settings allow. The number does not change afterwards."""
         num_pages = num_pages_for(self.engine, self.settings, max_batched_tokens)
         least = _pages(self.slots_ahead + 2)
         require(
@@ -71,7 +71,7 @@ class PageAllocator:
         )
 
     def has_room_for(self, job: Job, num_rows: int) -> bool:
-        """Whether a request can start beside `num_rows` others, each of which needs a page to continue."""
+        """Whether a request can start beside `num_rows` other rows, each of which may need one more page."""
         answers = job.open_answers
         needed = _pages(len(answers[0].ids) + self.slots_ahead) + (len(answers) - 1) * _pages(self.slots_ahead)
         if job.is_preempted:  # each answer has a text of its own
@@ -79,7 +79,7 @@ class PageAllocator:
         return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
 
     def open_rows(self, job: Job) -> OpenedRows:
-        """A batch of the request's open answers. Answers with the same text so far share its prefill."""
+        """A batch of the request's open answers. Answers with the same text so far share one prefill."""
         sequences = job.open_answers
         unread, copies = _unread_and_copies(sequences) if job.prefill is None else ([], [])
         rows: list[Row] = []
@@ -101,12 +101,12 @@ class PageAllocator:
     def _open_row(self, job: Job, sequence: Sequence, is_prefilled: bool) -> Row:
         if is_prefilled and self._shares_prefixes(job):
             return self.pool.open_with_prefix(sequence.ids, self.salt(job, sequence), self._num_slots(sequence))
-        # A row that will be a copy shares the pages of its source, so it needs none of a cache that cannot grow.
+        # A row that will be a copy shares its source's pages, so in a cache of fixed size it gets none of its own.
         is_copy = not is_prefilled and job.prefill is None
         return self.pool.open_row(0 if is_copy and self.pool.is_fixed else self._num_slots(sequence))
 
     def _shares_prefixes(self, job: Job) -> bool:
-        """Whether its pages may be found and kept by their tokens. With images, ids alone do not tell texts apart."""
+        """Whether the request uses the prefix cache. Prompts with images do not: ids alone cannot key their pages."""
         return self.settings.prefix_cache_tokens != 0 and job.prefill is None
 
     def short_rows(self, batch: Batch) -> list[tuple[Sequence, Row]]:
@@ -122,7 +122,7 @@ class PageAllocator:
         self.pool.ensure(row, self._clamped(row.length + self.slots_ahead))
 
     def trim(self, batches: Iterable[Batch]) -> bool:
-        """Take back pages that rows do not need yet. Whether there were any."""
+        """Take back pages that rows do not need yet. Returns whether there were any."""
         before = self.pool.num_free
         for batch in batches:
             for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
@@ -141,8 +141,8 @@ class PageAllocator:
                 self.pool.release(row)
 
     def shrink_prefix_cache(self) -> None:
-        """Forget the oldest texts beyond the limit of the prefix cache."""
-        if self.settings.prefix_cache_tokens:  # with 0 nothing was kept, and what is there is another engine's
+        """Evict the oldest pages beyond the limit of the prefix cache."""
+        if self.settings.prefix_cache_tokens:  # with 0, this engine keeps nothing, and all pages are another's
             with failures_logged("the prefix cache keeps texts beyond its limit"):
                 self.pool.evict(self.settings.prefix_cache_tokens)
 
@@ -155,9 +155,9 @@ class PageAllocator:
         return _pages(self._clamped(whole + self.slots_ahead))
 
     def _num_slots(self, sequence: Sequence) -> int:
-        """Slots to start with: for the whole answer if plenty is free, because adjacent pages are read faster.
+        """Slots to start with. If plenty is free, they suffice for the whole answer: adjacent pages are read faster.
 
-        A cache that grows moves its memory, so it grows once, now.
+        A cache that can grow must move its memory to do so, so it grows once, now.
         """
         whole = self._num_pages(sequence)
         if not self.pool.is_fixed or self.pool.num_free - whole > self.pool.num_pages // 2:
@@ -165,7 +165,7 @@ class PageAllocator:
         return self._clamped(len(sequence.ids) + self.slots_ahead)
 
     def _clamped(self, num_slots: int) -> int:
-        """Not more than a row can hold: near the end of the model's context trees are smaller."""
+        """Limit slots to what a row can hold. Near the end of the model's context, trees are smaller."""
         most = self.pool.max_slots
         return num_slots if most is None else min(num_slots, most)
 
@@ -180,7 +180,7 @@ def failures_logged(what: str) -> Iterator[None]:
 
 
 def _unread_and_copies(sequences: list[Sequence]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The first row of every text, and (first row, other row) for the others."""
+    """The first row of every distinct text, and (first row, other row) for other rows with the same text."""
     row_of: dict[tuple[int, ...], int] = {}
     copies: list[tuple[int, int]] = []
     for row, sequence in enumerate(sequences):

@@ -1,7 +1,7 @@
 """Rounds: the round of speculative decoding, and the batches that it runs on.
 
 A round: propose a tree (draft, prune, graft), verify it, accept a path, commit it, learn. Plain decoding is the same
-round with a tree of one node. Which requests are in a round is decided by the loop around it (`decode_loop.py`).
+round with a tree of one node. The loop around it (`decode_loop.py`) decides which requests are in a round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graft.tree.tree import DraftTree
 if TYPE_CHECKING:
     from graft.engine.device_rounds import DeviceRounds
 
-BY_ITSELF = ("cuda",)  # kinds of devices that make rounds by themselves
+BY_ITSELF = ("cuda",)  # device types that can run device rounds
 
 
 class PrefillChunk(NamedTuple):
@@ -43,7 +43,7 @@ class PrefillChunk(NamedTuple):
 
 
 class Rounds:
-    """Runs rounds, and steps of prompts alone, with one target model and one policy."""
+    """Runs rounds, and steps that only prefill, with one target model and one policy."""
 
     def __init__(
         self, target: TargetRunner, policy: Policy, drafter: Drafter | None, eos_token_ids: Sequence[int]
@@ -51,7 +51,7 @@ class Rounds:
         self.target, self.policy, self.drafter = target, policy, drafter
         self.eos_token_ids = list(eos_token_ids)
         self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
-        self._is_prefilling = False  # whether the device may still be busy with a step of prompts alone
+        self._is_prefilling = False  # whether the device may still be busy with a step that only prefills
 
     @torch.no_grad()
     def run_round(
@@ -63,14 +63,14 @@ class Rounds:
     ) -> None:
         """The round: propose a tree for every row, verify all trees in one step, and extend each sequence.
 
-        chunks: parts of other batches' prompts, prefilled in the same step.
-        meanwhile: called while the device works, when the sequences' texts are those of the rounds before.
+        chunks: prompt chunks of other batches, prefilled in the same step.
+        meanwhile: called while the device works; the sequences' texts are then those of the previous round.
         """
         batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
         if batch.is_on_device:
             self._run_on_device(batch, clock, chunks, meanwhile)
             return
-        if self._is_prefilling:  # else its time would count as this round's
+        if self._is_prefilling:  # wait, or its time would count as this round's
             self.target.synchronize()
             self._is_prefilling = False
         speculates = any(sequence.speculates for sequence in batch.sequences)
@@ -88,7 +88,7 @@ class Rounds:
             assert verified is not None
             batch.settle()
             meanwhile()
-            self.target.synchronize()  # the walk would wait for it; here the time counts as the verify's
+            self.target.synchronize()  # wait here, so that the time counts as the verify's and not as the walk's
         with clock("accept"):
             accepted = walk(tree, verified, batch.chooser)
             self.target.commit(batch.cache, accepted.nodes)
@@ -101,20 +101,20 @@ class Rounds:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the device makes no round of its own, beside which a round of the host takes longer."""
+        """Whether no device round is in flight, beside which a host round would take longer."""
         return self.device_rounds is None or not self.device_rounds.is_in_flight
 
     def _run_on_device(
         self, batch: Batch, clock: Clock, chunks: Sequence[PrefillChunk], meanwhile: Callable[[], None]
     ) -> None:
-        """A round of the device: it is launched, and the one before is taken."""
+        """Launch a device round, and take the results of the previous one."""
         assert self.device_rounds is not None
         try:
             read = self.device_rounds.run(batch, clock, [part.chunk for part in chunks], meanwhile)
         except RuntimeError:
             if self.device_rounds.failure is None:
                 raise
-            # The device cannot make rounds here: the host takes over, with samplers that know the texts so far.
+            # Device rounds cannot be captured: the host takes over, with new samplers for the texts so far.
             self.device_rounds.flush(clock)
             batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
             self.run_round(batch, clock, chunks, meanwhile)
@@ -126,7 +126,7 @@ class Rounds:
 
     @property
     def device_rounds(self) -> DeviceRounds | None:
-        """The rounds that the device makes by itself; None where it cannot."""
+        """The device rounds; None if they are not possible here."""
         if self._device_rounds is None or self._device_rounds[0] is not self.policy:
             rounds = None
             if self.target.device.type in BY_ITSELF:
@@ -147,7 +147,7 @@ class Rounds:
             self.policy.finish(sequence)
 
     def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
-        """The nodes that grammars allow, and no more than fit a step."""
+        """The tree without nodes that grammars forbid, and no larger than fits a step."""
         sequences = batch.sequences
         tree = pruned(
             tree, [sequence.constraint for sequence in sequences], [sequence.speculates for sequence in sequences]
@@ -161,7 +161,7 @@ class Rounds:
     def _extend(
         self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, draft_result: DraftResult
     ) -> None:
-        """Append each row's accepted tokens to its sequence. A failure ends that sequence alone."""
+        """Append each row's accepted tokens to its sequence. A failure ends only that sequence."""
         sources, common = self.policy.sources, self.policy.common_sources
         outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
         for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
@@ -177,7 +177,7 @@ class Rounds:
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], waits: bool = True) -> None:
-        """Run a step of prompt chunks alone. waits: until the device has done it."""
+        """Run a step of only prompt chunks. waits: until the device has finished."""
         _, read = self.target.step(None, None, [part.chunk for part in chunks])
         self._learn_prompts(chunks, read)
         self._is_prefilling = not waits
@@ -185,7 +185,7 @@ class Rounds:
             self.target.synchronize()
 
     def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
-        """Learn from prefilled chunks. A failure ends that sequence alone, or those that the device learns together."""
+        """Learn from prefilled chunks. A failure ends only its sequence, or all those of one device batch."""
         together: list[tuple[TokenSequence, ReadChunk]] = []
         for part, verified in zip(chunks, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
@@ -213,7 +213,7 @@ class Rounds:
     # Batches and their pages
 
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
-        """A batch of these sequences on rows that may hold the beginnings of their texts already."""
+        """A batch of these sequences. Their rows may already hold the beginnings of their texts."""
         try:
             draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
             rounds = self.device_rounds if chooser is None and not any(row.offset for row in cache.rows) else None
@@ -234,9 +234,9 @@ class Rounds:
         )
 
     def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
-        """The key's prefix under which the prefix cache keeps a text's pages. salt: of those who may share them."""
-        # Without speculation the drafter's pages stay empty, so these texts have keys of their own. A prompt whose
-        # log-probabilities are wanted must be prefilled from its beginning, so it shares with nobody.
+        """The salt of a text's page hashes in the prefix cache. salt: common to the requests that may share pages."""
+        # Texts that do not speculate have a salt of their own, because their pages lack the drafter's entries. A prompt
+        # whose log-probabilities are wanted must be prefilled from its beginning, so it shares with no other.
         own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
         return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
 
@@ -244,17 +244,16 @@ class Rounds:
         """Put a row's pages into the prefix cache."""
         sequence = batch.sequences[row]
         if sequence.num_prompt_logprobs is not None:
-            return  # nobody else has its salt
+            return  # no other text has its salt
         num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
         batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
 
     # Set-up
 
     def warm_up(self, max_tokens: int, max_rows: int) -> None:
-        """Do the one-time work now that would make the first requests wait.
+        """Do one-time work now, so that the first requests need not wait for it. `target.progress` reports progress.
 
-        max_tokens: of the largest step; max_rows: of the largest batch. Progress is reported through
-        `target.progress`.
+        max_tokens: of the largest step. max_rows: of the largest batch.
         """
         self.target.warm_up(max_tokens)
         if self.drafter is not None:
@@ -265,9 +264,9 @@ class Rounds:
             self.device_rounds.warm_up(max_rows)
 
     def capture_rounds(self, max_rows: int, longest: int, settings: SamplingSettings) -> None:
-        """Capture all graphs that rounds of the device may need, so that none is captured while they are timed.
+        """Capture all graphs that device rounds may need, so that none is captured while rounds are timed.
 
-        max_rows: that are decoded together. longest: tokens of the longest text. settings: of all rows.
+        max_rows: rows decoded together. longest: tokens of the longest text. settings: of all rows.
         """
         if self.device_rounds is not None:
             # The host does not know yet what the round in flight adds.

@@ -1,6 +1,6 @@
-"""Scheduler: a decode loop in a thread of its own, for a server: queue, deadlines, failures and shutdown.
+"""Scheduler: a server's decode loop in its own thread, with queue, deadlines and shutdown.
 
-The thread survives every failure: see `decode_loop.py`.
+The thread survives failures of single requests and steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE = 3  # steps in a row that may fail for unknown reasons before all req
 
 
 class Scheduler(DecodeLoop):
-    """Owns the engine: nothing else may run its model while the scheduler lives."""
+    """Runs the decode loop of an engine. Nothing else may run the engine's model while the scheduler lives."""
 
     def __init__(self, engine: Rounds, settings: SchedulerSettings | None = None) -> None:
         settings = settings or SchedulerSettings()
@@ -30,10 +30,10 @@ class Scheduler(DecodeLoop):
         self.pages.fix_size(self.max_batched_tokens)
         self.pool = self.pages.pool
         self.is_ready = threading.Event()  # set when one-time work is done
-        self.may_speculate = False  # until then
+        self.may_speculate = False  # until one-time work is done
         self._closing = False
-        self._last_deadline = math.inf  # by time.monotonic: whatever runs then is ended
-        self._next_drop = -math.inf  # by time.monotonic: no request has to be dropped before
+        self._last_deadline = math.inf  # by time.monotonic: all requests end then
+        self._next_drop = -math.inf  # by time.monotonic: when to look for requests to drop
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
         self._thread.start()
 
@@ -46,13 +46,13 @@ class Scheduler(DecodeLoop):
         self.pages.check(job)
 
     def submit(self, *jobs: Job) -> None:
-        """Queue the jobs of one request: all of them or none. However many they are, they count as one in the queue."""
+        """Queue the jobs of one request, all or none. In the queue's limit they count as one."""
         for job in jobs:
             self.check(job)
         with self._changed:
             if self._closing:
                 raise BusyError("the server is shutting down", is_closing=True)
-            # A request that can start at once is taken even if the queue has no places.
+            # A request that can start at once is accepted even if the queue's limit is 0.
             starts_at_once = not self._waiting and self.pages.has_room_for(jobs[0], self._num_rows)
             num_waiting = self.num_waiting
             if num_waiting >= self.settings.max_waiting and not starts_at_once:
@@ -69,7 +69,7 @@ class Scheduler(DecodeLoop):
             self._changed.notify()
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let the others continue for a while, then end them."""
+        """Refuse new requests. Let the others continue for `drain_seconds`, then end them."""
         with self._changed:
             self._closing = True
             self._last_deadline = min(time.monotonic() + drain_seconds, self._last_deadline)
@@ -79,7 +79,7 @@ class Scheduler(DecodeLoop):
 
     @property
     def num_running(self) -> int:
-        """Requests that are prefilled or decoded."""
+        """Requests that are being prefilled or decoded."""
         return len({job.request for job in self._running})
 
     @property
@@ -116,7 +116,7 @@ class Scheduler(DecodeLoop):
                 except Exception as error:
                     num_failures += 1
                     self._recover(error, gives_up=num_failures >= _PATIENCE)
-        except BaseException as error:  # for example a library's panic: nobody may wait for ever
+        except BaseException as error:  # for example a library's panic: no client may wait for ever
             self.is_ready.set()
             with self._changed:
                 self._closing = True
@@ -139,7 +139,7 @@ class Scheduler(DecodeLoop):
                 self.may_speculate = True
 
     def _recover(self, error: Exception, gives_up: bool) -> None:
-        """Continue after a step that failed outside its requests' own work; finished rows are reported and leave."""
+        """Continue after a step that failed for an unknown reason. Finished rows are reported and removed."""
         log.error("a step failed", exc_info=error)
         try:
             self._remove_finished()
@@ -190,7 +190,7 @@ class Scheduler(DecodeLoop):
     # What listeners are told
 
     def _report(self, sequence: Sequence) -> None:
-        """Tell a request's listener what is new of one of its answers."""
+        """Tell a request's listener what is new in one of its answers."""
         job = self._jobs[sequence]
         if job.cancelled or sequence.failure is not None:
             return

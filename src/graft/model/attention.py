@@ -1,8 +1,8 @@
 """Tree attention as one of transformers' attention functions, under the name "graft".
 
-The model's own code calls it in every layer, so no model is patched. The thread that runs the forward knows which keys
-each token sees (`overrides.current_step`). While one of our forwards runs, forwards of the model's owner in other
-threads come here too. They are passed on to the attention function that the owner chose.
+The model's own code calls it in every layer, so no model is patched. Which keys each token sees is thread-local
+(`overrides.current_step`). While one of our forwards runs, forwards of the model's owner in other threads also arrive
+here, and are passed on to the attention function that the owner chose.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Visibility:
     ) -> Visibility:
         """A token sees its row's committed tokens, and itself and its ancestors in the step.
 
-        is_run: [T] bool, which tokens the forward runs. The others were run before and are only seen. None: all run.
+        is_run: [T] bool, which tokens the forward runs; None: all. The others were run before and serve only as keys.
         """
         rows, first = [], 0
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
@@ -104,7 +104,7 @@ class Visibility:
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
     def _mask(self, number: int, window: int | None, chunk: int | None, num_groups: int) -> Tensor | None:
-        """Additive mask [1, 1, groups * n, keys] of a row; None when every key is seen. Layers of one kind share it.
+        """Additive mask [1, 1, groups * n, keys] of a row; None if every key is seen. Layers of one kind share it.
 
         num_groups: query heads that share a key head.
         """
@@ -133,9 +133,11 @@ class RowKeys:
     def __init__(
         self, row: Row, length: int, depths: Tensor, seen: Tensor, device: torch.device, own: Tensor | None = None
     ) -> None:
-        """length: number of cached tokens. depths: [U] positions of the others minus the length. seen: [n, U] bool,
-        which of the U each of the step's n tokens sees. own: [n] which of the U the step's tokens are; None: the last.
-        Tensors are on the host. device: where the keys are."""
+        """length: number of cached tokens. depths: [U] positions of the further tokens minus the length.
+
+        seen: [n, U] bool, which of the U tokens each of the step's n tokens sees. own: [n] which of the U tokens are
+        the step's; None: the last n. These tensors are on the host. device: where the keys are.
+        """
         self.count, self.seen, self.device = len(seen), seen, device
         self.positions = torch.cat([torch.arange(length), length + depths])
         self.own_positions = self.positions[-self.count :] if own is None else length + depths[own]
@@ -183,7 +185,7 @@ def tree_attention(
     if kwargs.get("position_bias") is not None:
         raise GraftError(f"{type(module).__name__} uses position biases, which tree verification does not support")
     if softcap is not None and overrides.owners_attention(module.config) == "sdpa":
-        softcap = None  # PyTorch's function ignores it, so the owner's own texts are without it
+        softcap = None  # PyTorch's function ignores it, so the model's own texts are made without it
     window, chunk = _reach(module, sliding_window)
     scores = Scores(scaling, window, chunk, softcap, s_aux)
     if isinstance(step, KernelStep):
@@ -192,7 +194,7 @@ def tree_attention(
 
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
-    """The window and the chunk of a layer, by its type: layers may leave them to the mask, which we do not use."""
+    """The window and the chunk of a layer, by its type. Some layers have them only in the mask, which we do not use."""
     kinds = getattr(module.config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds and hasattr(module, "layer_idx") else None
     if kind == "chunked_attention":
@@ -222,7 +224,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, score
 
 
 def _attend_unfused(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention of folded queries [B, kv_heads, groups * W, D] with soft caps and sinks, which PyTorch's own lacks."""
+    """Attention of folded queries [B, kv_heads, groups * W, D] with softcap and sinks, which PyTorch's lacks."""
     scale = folded.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     products = (folded @ key.transpose(2, 3)).float() * scale
     if scores.softcap is not None:
@@ -266,7 +268,7 @@ def _attend_as_owner(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    """The mask function: None for our forwards, which make their own masks; else that of the owner's attention."""
+    """The mask function: None in our forwards, which make their own masks; else that of the owner's attention."""
     name = overrides.owners_attention(config)
     # Like transformers: no mask for an attention function without a mask function.
     if overrides.current_step() is not None or name not in ALL_MASK_ATTENTION_FUNCTIONS:

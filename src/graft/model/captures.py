@@ -1,7 +1,7 @@
 """Captures: CUDA graphs over static buffers, captured at first use and found by key.
 
 A graph is bound to memory addresses. If inputs, outputs or KV stores move, their graphs must be dropped (`forget`).
-Without a GPU the same code runs and calls the function instead of replaying a graph.
+Without a GPU, the same code runs and calls the function instead of replaying a graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that batches are padded to
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-ALIGNED = 4  # int32 numbers in 16 bytes: all inputs start at such a border, since kernels are compiled for alignments
+ALIGNED = 4  # int32 numbers in 16 bytes, the alignment of all inputs, since kernels are compiled for an alignment
 _RETRY_SECONDS = 5.0  # pause between captures after one ran out of memory
 
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed")  # in messages of errors that have no type of their own
-_MAX_FAILURES = 8  # in a row: other threads may disturb some captures; a model that cannot be captured fails always
+_MAX_FAILURES = 8  # in a row: another thread may disturb some captures, but not so many
 
 _NOTHING = nullcontext()
 _CAPTURE_LOCK = threading.Lock()  # captures in several threads would share the allocator's state
@@ -57,8 +57,8 @@ class Captures:
         self.device = device
         self.steps: dict[tuple[Any, ...], Run] = {}
         self.failure: str | None = None  # why steps run eagerly, if they do
-        # Held while a step is captured or started. Engines in several threads may share graphs, and warm-up runs, which
-        # have a CUDA stream of their own, must not share static buffers with a running step.
+        # Held while a step is captured or started. Engines in several threads may share graphs, and warm-up runs use
+        # their own CUDA stream, so they must not overwrite the static buffers of a running step.
         self.lock = threading.RLock()
         self.num_captured = 0
         self.num_out_of_memory = 0  # captures that failed for lack of memory
@@ -71,7 +71,7 @@ class Captures:
 
     @property
     def num_setups(self) -> int:
-        """Captures so far, failed ones included: measured times leave out rounds with one."""
+        """Captures so far, including failed ones. Rounds with a capture are left out of measured times."""
         return self.num_captured + self.num_out_of_memory + self.num_failures
 
     def forget(self) -> None:
@@ -82,8 +82,8 @@ class Captures:
     def captured(self, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
         """The CUDA graph of `run`, captured under `key` at first use.
 
-        If memory is short or another thread disturbs the capture, `run` itself is returned: slower, with the same bits.
-        A later call tries again.
+        If memory is short or another thread disturbs the capture, returns `run` itself, which is slower and gives the
+        same bits. A later call tries again.
 
         moving: tensors that `run` changes; they are restored after the warm-up runs.
         """
@@ -102,7 +102,7 @@ class Captures:
                 if not is_out_of_memory(error):
                     if not isinstance(error, CaptureError) or self._num_failures_in_a_row == _MAX_FAILURES:
                         raise
-                    self._pool = _new_pool(self.device)  # the old pool may still believe that a capture is under way
+                    self._pool = _new_pool(self.device)  # the old pool may still be in a capture
                     self.num_failures += 1
                     self._num_failures_in_a_row += 1
                     continue
@@ -166,7 +166,7 @@ def context_for(longest: int, contexts: Sequence[int] = CONTEXTS) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which the device is the current one. Free of cost in the usual case, where it is already."""
+    """Context in which the device is the current one. It costs nothing in the usual case that it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)

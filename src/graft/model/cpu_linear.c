@@ -23,7 +23,7 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
-/* Computed as an integer: the last rows' prefetch is past the end of the array, where a pointer is undefined. */
+/* Addresses are integers, because the last rows prefetch past the end of the array, where a pointer is undefined. */
 #define PREFETCH(ARRAY, PLACE) __builtin_prefetch((const float *)((uintptr_t)(ARRAY) + sizeof(float) * (PLACE)), 0, 2)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));

@@ -1,8 +1,8 @@
 """CUDA graphs of the target model: `CapturedTarget` replays one graph per padded number of tokens and context.
 
-Steps are padded to one of a few sizes, and the longest context is rounded up to one of a few contexts, so few graphs
-serve all rounds. Inputs and outputs are static buffers. Runners share them if they take turns, round by round; else
-each runner has its own. Without a GPU the same code runs and calls the function instead of replaying a graph.
+Steps are padded to one of a few sizes, and the longest context is rounded up to one of a few lengths, so few graphs
+serve all rounds. Inputs and outputs are static buffers, which runners share if they take turns. Without a GPU, the same
+code runs and calls the function instead of replaying a graph.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
 from graft.progress import Report
 from graft.tree.tree import DraftTree
 
-# Small steps are often the tree of one row. Large ones are trees of many rows, or prompts. Products are computed in
-# tiles of up to 128 tokens, so sizes in between would be no faster: 192 tokens take as long as 256.
+# Small steps are often the tree of one row; large ones are trees of many rows, or prompts. Matrix products are computed
+# in tiles of up to 128 tokens, so sizes in between would be no faster: 192 tokens take as long as 256.
 STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _MAX_TREE_STEP = 512  # the largest step size for trees
 _FIRST_ROOM = 512  # initial size of the buffers, in tokens
@@ -65,7 +65,7 @@ class StepBuffers:
         self.room = room
         self.user: Callable[[], object | None] = lambda: None  # the runner of the last step
         self._outputs: list[weakref.ref[VerifyOutput]] = []  # of the last step
-        num_rows = round_up(room + 1)  # one extra: the row of the padding tokens
+        num_rows = round_up(room + 1)  # one extra row for the padding tokens
         size = COLUMNS * round_up(room) + 4 * num_rows
         self.numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = pinned_zeros((size,), torch.int32, device)
@@ -101,7 +101,7 @@ class StepBuffers:
         return FlatStep(rows, tree, chunks, self.host_columns, self.host_by_row)
 
     def load(self, step: FlatStep, size: int) -> None:
-        """Send the step to the device, padded with tokens of an extra row without a sequence."""
+        """Send the step to the device, padded with tokens of an extra row."""
         num_tokens, num_rows = step.num_tokens, len(step.rows)
         self.host_columns[:, num_tokens:size] = 0
         self.host_columns[4, num_tokens:size] = num_rows
@@ -137,10 +137,10 @@ class Graphs(Captures):
         self.buffers: list[StepBuffers] = []
         self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
-        self.num_resized = -1  # the pool's, at the time of these graphs
+        self.num_resized = -1  # the pool's value when these graphs were captured
 
     def refresh(self) -> None:
-        """Drop all graphs if the model's weights have moved, or if hooks were added to the model or removed.
+        """Drop all graphs if the model's weights have moved, or if hooks were added or removed.
 
         The check takes milliseconds, so it is skipped while anything is decoded.
         """
@@ -176,7 +176,7 @@ class Graphs(Captures):
         return self.pool.sync()
 
     def buffers_for(self, user: object, num_tokens: int, vocab_size: int) -> StepBuffers:
-        """Buffers of a runner's next step: those of its last step, or others that are not in use."""
+        """Buffers for a runner's next step: those of its last step, or others that are not in use."""
         mine = next((buffers for buffers in self.buffers if buffers.user() is user), None)
         mine = mine or next((buffers for buffers in self.buffers if not buffers.is_in_use), None)
         if mine is None or mine.room < num_tokens:
@@ -201,7 +201,7 @@ class Graphs(Captures):
     def fall_back_to_eager(self, error: Exception) -> None:
         """Run transformers' own eager forward from now on, with one warning.
 
-        Raises an error instead if memory was short, which may be temporary, or if exact steps were asked for.
+        Raises an error instead if memory was short, which may be temporary, or if exact steps were requested.
         """
         if is_out_of_memory(error) or isinstance(error, GraftError):
             raise error
@@ -259,7 +259,7 @@ class CapturedTarget(TargetRunner):
         if pool is not None and self._graphs.pool is not pool:
             self._use_pool(pool)
         if exact or pool is not None:
-            # Now, because exact steps must fail early, and because the owner of a shared pool opens all rows itself.
+            # Now, so that exact steps fail early. If the pool is shared, its owner opens all rows, so this never would.
             self._graphs.refresh()
 
     @property
@@ -343,7 +343,7 @@ class CapturedTarget(TargetRunner):
         graphs, rows = self._graphs, cache.rows if cache is not None else []
         if graphs.failure is not None or any(row.offset for row in rows):  # graphs ignore rotary offsets
             return super().step(cache, tree, chunks, num_already_run)
-        # A graph runs all nodes: a step of few tokens takes as long as reading the weights, whatever their number.
+        # `num_already_run` is ignored: a small step takes as long as reading the weights, however few tokens it has.
         self._make_room(rows, tree, chunks)
         num_tokens = tree.num_tokens if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
@@ -365,14 +365,14 @@ class CapturedTarget(TargetRunner):
 
     @contextmanager
     def launching(self, num_tokens: int) -> Iterator[tuple[StepBuffers, Tensor]]:
-        """Context of a step of up to so many tokens that the device lays out itself: its buffers and block tables."""
+        """Context of a device round's step of up to `num_tokens` tokens. Gives its buffers and block tables."""
         graphs = self._graphs
         with graphs.lock, self.pool.lock, on_device(graphs.device):
             tables = graphs.sync_tables()
             yield graphs.buffers_for(self, self.size_for(num_tokens), self.vocab_size), tables
 
     def capture(self, key: tuple[Any, ...], run: Run) -> Run:
-        """The graph of other work on the same buffers, captured under `key` at first use."""
+        """The graph of other work on a step's buffers, captured under `key` at first use."""
         return self._graphs.captured(key, run)
 
     def drop_captures(self, owner: int) -> None:
@@ -389,13 +389,13 @@ class CapturedTarget(TargetRunner):
         return key in self._graphs.steps
 
     def commit_moves(self, tables: Tensor, moves: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        """Commit accepted paths that the device knows: table rows, lengths, places and their numbers, by row."""
+        """Commit accepted paths of a device round. moves: by row, table row, length, places, and how many."""
         table_rows, lengths, places, counts = moves
         for keys, values in self._store.pairs:
             attention_kernels.commit(keys, values, tables, table_rows, lengths, places, counts)
 
     def size_for(self, num_tokens: int) -> int:
-        """The size to which a step of so many tokens is padded."""
+        """The size to which a step of `num_tokens` tokens is padded."""
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
             raise GraftError(
@@ -418,7 +418,7 @@ class CapturedTarget(TargetRunner):
             return None
 
     def _make_run(self, buffers: StepBuffers, tables: Tensor, size: int, context: int) -> Run:
-        """One forward over static inputs. No shape and no branch depends on their contents."""
+        """A function for one forward over static inputs. No shape and no branch depends on their contents."""
         tokens, parents, places, depths, rows, strips = (column[:size] for column in buffers.columns)
         starts, counts, lengths, table_rows = (column[: size + 1] for column in buffers.by_row)
         layers, rotary = self._graphs.layers, self._graphs.rotary

@@ -1,6 +1,6 @@
 """Grammar constraints: which tokens may come next, and how trees lose the nodes that a grammar forbids.
 
-The acceptance walk asks the constraint at every node, so constrained answers equal those of plain decoding too.
+The acceptance walk asks the constraint at every node, so constrained answers also equal those of plain decoding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _allowed(tree: DraftTree, row: int, constraint: Constraint) -> Tensor:
     tokens, parents, valid = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.valid))
     allowed = [True] + [False] * (tree.width - 1)
     seen = set[int]()
-    for leaf in range(tree.width - 1, 0, -1):  # nodes stand after their parents, so this meets a path's end first
+    for leaf in range(tree.width - 1, 0, -1):  # nodes come after their parents, so a path's last node comes first here
         if leaf in seen or not valid[leaf]:
             continue
         path = [leaf]

@@ -1,9 +1,8 @@
 """The KV cache: one pool of pages for all requests, and block tables that list each row's pages.
 
 A page holds the keys and values of `PAGE` tokens. A row gets pages as its text grows and frees them when it is
-released; other rows do not move. A step writes its tokens after a row's committed length. `commit` says which of them
-stay, and the next step overwrites the others. Rows may share the pages of a common prefix; nobody writes to a shared
-page.
+released; other rows do not move. A step writes its tokens after a row's committed length. `commit` keeps the accepted
+ones, and the next step overwrites the others. Rows may share the pages of a common prefix, which are then read-only.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
 
-PAGE = 64  # tokens of a page: also a block of the attention kernels' sums
+PAGE = 64  # tokens per page; the attention kernels sum in blocks of this size
 _FIRST_PAGES = 64  # initial size of a pool that grows
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """No page is free, even if the device has memory."""
+    """No page is free, though the device may have free memory."""
 
 
 @dataclass(eq=False)
@@ -72,14 +71,14 @@ class KVStore:
         return self.keys, self.values
 
     def shape(self, like: Tensor, key_heads: tuple[int, int], value_heads: tuple[int, int] | None = None) -> None:
-        """Allocate for keys, and for values, of these (heads, head_dim). value_heads: None: as the keys."""
+        """Allocate keys and values of these (heads, head_dim). value_heads: None: the same as key_heads."""
         # Zeros, not uninitialized memory: a masked slot may be read, and NaN times zero is NaN.
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
     @property
     def pairs(self) -> list[Pair]:
-        """All keys and values, [layers, slots, heads, head_dim]: first the layers that are alike, then each other."""
+        """All keys and values, [layers, slots, heads, head_dim]: those of equal layers, then of each other layer."""
         alike = [(self.keys, self.values)] if self.keys is not None and self.values is not None else []
         return [*alike, *self._others.values()]
 
@@ -133,7 +132,7 @@ class KVStore:
 class PagePool:
     """Free pages, reference counts, the prefix cache and the block tables.
 
-    Page 0 and row 0 of the block tables belong to nobody: padding tokens are written there.
+    Page 0 and row 0 of the block tables are reserved: padding tokens are written there.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class PagePool:
     ) -> None:
         """num_pages: a fixed number of pages; None: the pool starts with `first_pages` and grows on demand.
 
-        max_positions: the model's context, which limits a row. num_rows: up to so many, the block tables do not move.
+        max_positions: the model's context, which limits a row. num_rows: rows for which the block tables need not grow.
         """
         self.device = device
         self.is_fixed = num_pages is not None
@@ -219,7 +218,7 @@ class PagePool:
         stores = list(self.stores) if num_pages != len(self._ref_counts) else []
         grown = [store.grown(num_slots) for store in stores]
         new_rows = range(max(len(self._host_tables), 1), num_table_rows)
-        # From here on nothing is allocated: the garbage collector could release rows into the old arrays meanwhile.
+        # Allocate nothing from here on: it may start the garbage collector, which could release rows into old arrays.
         uses[: len(self._ref_counts)] = self._ref_counts
         uses[0] = 1
         here[: len(self._host_tables), : self._host_tables.shape[1]] = self._host_tables
@@ -249,7 +248,7 @@ class PagePool:
     # Rows
 
     def open_row(self, num_slots: int) -> Row:
-        """Open a row with pages for so many tokens. If too few are free: a NoRoomError, and no change."""
+        """Open a row with pages for `num_slots` tokens; see `ensure`."""
         with self.lock:
             row = self._new_row()
             try:
@@ -260,7 +259,7 @@ class PagePool:
             return row
 
     def ensure(self, row: Row, num_slots: int) -> None:
-        """Give a row pages for so many tokens. If too few are free: a NoRoomError, and no change."""
+        """Give a row pages for `num_slots` tokens. Raises a NoRoomError, and changes nothing, if too few are free."""
         more = -(-num_slots // PAGE) - len(row.pages)
         if more > 0:
             with self.lock:
@@ -291,7 +290,7 @@ class PagePool:
     def copy(self, source: Row, target: Row) -> None:
         """Let `target` continue `source`'s committed text: full pages are shared, a partly filled last page is copied.
 
-        Pages that the target has beyond them stay its own. If too few are free: a NoRoomError, and no change.
+        The target keeps its further pages. Raises a NoRoomError, and changes nothing, if too few are free.
         """
         with self.lock:
             shared = source.length // PAGE
@@ -316,8 +315,9 @@ class PagePool:
     def open_with_prefix(self, prompt: Sequence[int], salt: str, num_slots: int) -> Row:
         """Open a row for a prompt, with the pages of its longest cached prefix committed.
 
-        At least one token is left to prefill: a drafter starts from its features. A drafter's entry for a token also
-        depends on the next token. So the last token of the last page found is read again, in a copy of that page.
+        At least one token is left to prefill, because a drafter starts from its features. A drafter's entry for a token
+        also depends on the next token, which may differ after the last cached page. So that page is copied, and its
+        last token is prefilled again.
         """
         with self.lock:
             hashes = _page_hashes(prompt[: len(prompt) - 1], salt)
@@ -351,13 +351,13 @@ class PagePool:
             self._mark_used(hashes)
 
     def _mark_used(self, hashes: Sequence[bytes]) -> None:
-        """Move pages to the end of the eviction order, a text's last page first: without its first none is found."""
+        """Move pages to the end of the eviction order. A text's first page goes last: without it none is found."""
         for page_hash in reversed(hashes):
             if page_hash in self._page_by_hash:
                 self._page_by_hash.move_to_end(page_hash)
 
     def evict(self, max_tokens: int = 0) -> None:
-        """Shrink the prefix cache to at most so many tokens in pages that no row uses."""
+        """Shrink the prefix cache to at most `max_tokens` tokens in pages that no row uses."""
         with self.lock:
             idle = [page for page in self._page_by_hash.values() if self._ref_counts[page] == 0]
             for page in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
@@ -370,7 +370,7 @@ class PagePool:
     # Pages
 
     def _new_row(self) -> Row:
-        """Open a row without pages. When nothing refers to the row any more, its pages are freed."""
+        """Open a row without pages. Its pages are freed when the row is garbage-collected."""
         if not self._free_table_rows:
             self._resize(len(self._ref_counts), 2 * len(self._host_tables))
         row = Row(self._free_table_rows.pop(0))
@@ -397,7 +397,7 @@ class PagePool:
             self._ref_counts[copied] -= 1
 
     def _allocate(self, count: int, after: int = 0) -> list[int]:
-        """Allocate so many pages, consecutive ones if possible, and starting with page `after` if possible."""
+        """Allocate `count` pages. They are consecutive if possible, and start with page `after` if possible."""
         if count == 0:
             return []
         if not self.is_fixed and count > self.num_free:
@@ -454,9 +454,9 @@ class KVCache(Cache):
     def __init__(self, pool: PagePool, store: KVStore, rows: list[Row]) -> None:
         super().__init__(layers=[])
         self.pool, self.store, self.rows = pool, store, rows
-        self._slots: Tensor | None = None  # [T] that the current forward writes
-        self._end: int | None = None  # of the slots that it may read; None: all
-        self._positions: Tensor | None = None  # [T] of its tokens
+        self._slots: Tensor | None = None  # [T] slots that the current forward writes
+        self._end: int | None = None  # end of the slots that it may read; None: all
+        self._positions: Tensor | None = None  # [T] positions of its tokens
 
     @property
     def num_rows(self) -> int:
@@ -468,7 +468,7 @@ class KVCache(Cache):
         return [row.length for row in self.rows]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commit the root and the accepted path of each row's last tree, moved together, in all layers.
+        """Commit the root and the accepted path of each row's last tree, and move them to consecutive places.
 
         A path lists places of the row's nodes in the step, in order, without the root.
         """
@@ -489,7 +489,7 @@ class KVCache(Cache):
             row.length += count
 
     def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
-        """Commit to an empty row the entries [first, end) that the model's own forward has put into another cache.
+        """Copy the entries [first, end) of a cache that the model's own forward has filled to an empty row, and commit.
 
         offset: `Row.offset` of the tokens that follow.
         """
@@ -525,7 +525,7 @@ class KVCache(Cache):
         self._slots = slots
 
     def read_until(self, end: int) -> None:
-        """Hide slots from `end` on: latent attention would expand them all."""
+        """Hide slots from `end` on, because latent attention would expand all slots that it gets."""
         self._end = end
 
     def update(
@@ -544,10 +544,10 @@ class KVCache(Cache):
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """A number, or a tensor, to which Llama 4's layers add 0, 1, 2, ... to get their tokens' positions.
+        """The offset to which Llama 4's layers add 0, 1, 2, ... to get their tokens' positions.
 
-        Positions in a tree are not consecutive, so the tensor is chosen to give the right sums. Until positions are
-        set: the length of the longest row.
+        Positions in a tree are not consecutive, so this is a tensor that gives the right sums. Until positions are set,
+        it is the length of the longest row.
         """
         positions = self._positions
         if positions is None:
@@ -556,7 +556,7 @@ class KVCache(Cache):
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros. On a CPU, memory is only taken when first written: most of a large pool may never be used."""
+    """Zeros. On a CPU, memory is only committed when first written, since most of a large pool may never be used."""
     if like.device.type != "cpu" or 0 in shape:
         return like.new_zeros(shape)
     memory = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)

@@ -12,9 +12,9 @@ from torch import Tensor
 class Layout:
     """T tokens of R rows: which keys each token sees, and where its own keys and values are stored.
 
-    A row's tokens stand together, each after its parent. Depths are less than max(T, P). Padding tokens belong to a row
-    whose entry in `table_rows` is 0, whose pages are all 0, and have depth == place. Tokens beyond their row's count
-    get zeros.
+    A row's tokens are consecutive, each after its parent. Depths are less than max(T, P). Padding tokens have depth ==
+    place, and belong to a row whose entry in `table_rows` is 0 and whose pages are all 0. Tokens beyond their row's
+    count get zeros as attention output.
     """
 
     rows: Tensor  # [T] int32 the token's row: an index into the [R] tensors
@@ -38,10 +38,10 @@ def bidirectional_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Places, depths and paths of a `Layout` for blocks of `width` tokens in which every token sees the whole block.
 
-    For the kernels every token is the deepest, and the others are its ancestors. (Positions stay correct: queries and
-    keys are rotated before.) tile: tokens in a tile of query rows. A block that fits into a tile ends with its highest
-    place, so the kernels take it for a chain: its tokens see the same keys, each up to its own depth. A larger block
-    must not look like a chain, so its places are numbered from its end.
+    To the kernels every token looks like the deepest one, with the others as its ancestors. (Positions stay correct,
+    since queries and keys are rotated before.) tile: tokens in a tile of query rows. A block that fits into a tile ends
+    with its highest place, so the kernels take it for a chain: its tokens see the same keys, each up to its own depth.
+    A larger block must not look like a chain, so its places are numbered from its end.
     """
     places = torch.arange(width)
     if width > tile:

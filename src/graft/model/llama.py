@@ -30,11 +30,11 @@ _FAMILIES = {
 }
 _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks, idle unless outputs are recorded
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the text's length
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
-_SMALL = 2**27  # launches overlap for layers up to so many bytes: faster with 90 MB, slower with 440 MB
+_SMALL = 2**27  # launches overlap for layers of up to this many bytes: measured faster at 90 MB, slower at 440 MB
 MAX_HEAD_DIM = 256
-MAX_HIDDEN = 16384  # the most that a program of the norm kernel holds
+MAX_HIDDEN = 16384  # the largest hidden size that a program of the norm kernel holds
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LayerStack:
         rotary: Rotary,
         seen: Sequence[KernelStep] | None = None,
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The layers' inputs, each [T, H]; the last residual stream, and the delta still to be added to it.
+        """Returns the layers' inputs, each [T, H], the last residual stream, and the delta to be added to it.
 
         seen: by layer, what its tokens see, if that differs from the step.
         """
@@ -156,7 +156,7 @@ class FastLayers:
 
     @property
     def is_mostly_exact(self) -> bool:
-        """Whether our kernel computes all products of all but the largest steps, even if `exact` is off."""
+        """Whether our kernel computes all products except in the largest steps, even if `exact` is off."""
         return self.can_be_exact and all(map(Products.is_quick, self._weights))
 
     @property
@@ -299,7 +299,7 @@ def _products(layer: Any) -> list[nn.Module]:
 
 
 def _release_cached_memory(device: torch.device) -> None:
-    """Return memory to the device: the freed separate weights leave holes that are too small for fused ones."""
+    """Return cached memory to the device. The freed separate weights leave holes too small for fused ones."""
     if device.type != "cuda":
         return
     if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MAX_HOLES:
@@ -331,7 +331,7 @@ def fused_layer(
     scale: float,
     window: int | None,
 ) -> Layer:
-    """The weights of a decoder layer with Llama's names; what differs between models is given."""
+    """The weights of a decoder layer with Llama's names. The caller passes what differs between models."""
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
         qkv=qkv,

@@ -1,7 +1,7 @@
-"""The noise of draws, and what is known of coming draws before the target has run.
+"""The noise of sampling draws, and what is known of coming draws before the target has run.
 
-A sampled token is the argmax of log p / T + g. The noise g depends on (seed, position, token) alone, so a drafter can
-add the same g to its own logits and guess the draw itself. The target's choice never depends on what was guessed.
+A sampled token is the argmax of log p / T + g. The noise g depends only on (seed, position, token), so a drafter can
+add the same g to its own logits to guess the token that will be drawn. The guess never changes the target's choice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from graft.hashing import GOLDEN, mix64
 
-# Rows of one kind share their calibration. Kind 0 is greedy, or sampled with noise that is not known beforehand; the
-# others are sampled rows, by temperature.
+# Rows of one kind share their calibration. Kind 0 is greedy, or sampled with unknown noise; the other kinds are sampled
+# rows, by temperature.
 _TEMPERATURES = (0.5, 0.85)  # limits between the kinds of sampled rows
 NUM_KINDS = len(_TEMPERATURES) + 2
 NOT_SAMPLED = 0
@@ -25,9 +25,9 @@ NOT_SAMPLED = 0
 def draft_temperature(temperature: float, min_p: float = 0.0) -> float:
     """The temperature at which drafts guess the draws of a row with these settings.
 
-    What min-p excludes depends on the target's probabilities, which a drafter knows only roughly. A lower temperature
-    makes such tokens less likely without excluding any. docs/benchmarks.md says how the factor was fitted, and why
-    top-p has none.
+    Which tokens min-p excludes depends on the target's probabilities, which a drafter knows only roughly. So drafts use
+    a lower temperature, which makes such tokens less likely without excluding any. docs/benchmarks.md says how the
+    factor was fitted, and why there is none for top-p.
     """
     return max(temperature / (1 + math.sqrt(min_p)), 1e-6) if temperature else 0.0
 
@@ -42,7 +42,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def noise_of_tokens(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """`gumbel_noise` of these tokens [n] alone. Returns [B, n]."""
+    """`gumbel_noise` of only these tokens [n]. Returns [B, n]."""
     keys = mix64(mix64(seeds) + positions)
     bits = mix64(keys[:, None] + tokens * GOLDEN)
     uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1), never its ends
@@ -60,11 +60,11 @@ class RowDraws:
 
     seed: int
     position: int  # of the next draw
-    temperature: float  # of the guesses, see `draft_temperature`; 0: greedy, without noise
+    temperature: float  # at which drafts guess, see `draft_temperature`; 0: greedy, without noise
     bias: Mapping[int, float] = field(default_factory=dict)  # added to logits; minus infinity: never drawn
     endings: Sequence[int] = ()  # tokens that the next `num_unending` draws cannot give
     num_unending: int = 0
-    # Where the noise is not keyed: E = exp(-g) of all tokens, [V] float32 on the host, by depth. Deeper is unknown.
+    # If the noise is not keyed: by depth, E = exp(-g) of all tokens, [V] float32 on the host. Deeper noise is unknown.
     times: Sequence[Tensor] | None = None
 
     @property
@@ -74,7 +74,7 @@ class RowDraws:
         return 1 + sum(self.temperature > limit for limit in _TEMPERATURES)
 
     def share_power(self, num_halvings: float) -> float:
-        """How much less likely to be drawn a token is whose probability is halved so many times."""
+        """How much less likely a token is drawn if its probability is halved so many times: 2^(-num_halvings / T)."""
         return float(0.5 ** (num_halvings / self.temperature)) if self.temperature else 0.0
 
     @property
@@ -83,7 +83,10 @@ class RowDraws:
         return [token for token, bias in self.bias.items() if bias == -torch.inf]
 
     def add_to(self, noise: Tensor, tokens: Tensor, depth: int) -> None:
-        """Add what is known of a draw beside its keyed noise [V], or instead of it. tokens: [V] target ids."""
+        """Add biases and bans to the noise [V] of a draw, whose noise is replaced first if it is not keyed.
+
+        tokens: [V] target ids.
+        """
         if self.times is not None:
             is_known = depth <= len(self.times)
             noise.copy_(-self.times[depth - 1].to(noise.device)[tokens].log() if is_known else torch.zeros_like(noise))
@@ -97,7 +100,7 @@ class ComingDraws:
     """What is known of the coming draws of a batch's rows. Depth 1 is the next draw."""
 
     def __init__(self, rows: Sequence[RowDraws | None]) -> None:
-        """rows: None for a row of which nothing is known, such as a greedy one: its drafts are as ever."""
+        """rows: None for a row without known draws, such as a greedy one, which is drafted without noise."""
         self.rows = list(rows)
         self._columns: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -110,7 +113,7 @@ class ComingDraws:
         return all(row is None or row.times is None for row in self.rows)
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """By row, the seed and the temperature; the temperature of a row of which nothing is known is 0."""
+        """By row, the seed and the temperature, which is 0 for a row without known draws."""
         known = [row or RowDraws(0, 0, 0.0) for row in self.rows]
         return torch.tensor([row.seed for row in known]), torch.tensor([row.temperature for row in known])
 
@@ -122,8 +125,8 @@ class ComingDraws:
     def perturbed(self, logits: Tensor, tokens: Tensor, depth: int, sharpness: float = 1.0) -> Tensor:
         """A drafter's logits / T + g, whose softmax is the probability that the token is drawn.
 
-        logits: [B, n, V], all of one depth. tokens: [V] target ids. Rows of which nothing is known stay as they are.
-        sharpness: a factor of the logits of sampled rows, for a drafter that is less certain than its target.
+        logits: [B, n, V], all of one depth. tokens: [V] target ids. Rows without known draws stay unchanged.
+        sharpness: a factor on the logits of sampled rows, for a drafter that is less certain than its target.
         """
         seeds, positions, factors, is_sampled = self._on(logits.device)
         noise = noise_of_tokens(seeds, positions + depth - 1, tokens)  # [B, V]
@@ -135,7 +138,7 @@ class ComingDraws:
         return added(logits, factors, noise[:, None])
 
     def factors(self, device: torch.device) -> Tensor:
-        """[B] 1 / T; 1 for a row of which nothing is known."""
+        """[B] 1 / T; 1 for a row without known draws."""
         return self._on(device)[2]
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -42,8 +42,8 @@ _THREAD = threading.local()
 def use_tree_attention(model: PreTrainedModel, step: Any) -> Iterator[None]:
     """Context in which the model's own code uses tree attention on this step, in this thread.
 
-    The step is not an argument of the forward: not every model's layers pass on arguments that they do not know.
-    The attention is set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
+    The step is not passed to the forward, because not every model's layers pass on arguments that they do not know.
+    The attention is set on the config directly, because `set_attn_implementation` takes 1 ms to do the same.
     """
     config = model.config.get_text_config()
     with _shared(("attention", id(config)), lambda: _set_attention(config)), _uncompiled():

@@ -64,7 +64,7 @@ class TargetRunner:
 
     @property
     def num_setups(self) -> int:
-        """One-time set-ups so far, such as graph captures. A step with one is not representative in its time."""
+        """One-time set-ups so far, such as graph captures. The time of a step with one is not representative."""
         return 0
 
     @property
@@ -75,7 +75,7 @@ class TargetRunner:
     def synchronize(self) -> None:
         """Wait for this thread's CUDA stream.
 
-        Waiting for the whole device is an error while another thread captures a graph, and ends that capture.
+        Waiting for the whole device would fail, and break the capture, while another thread captures a graph.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -123,7 +123,7 @@ class TargetRunner:
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
 
     def bytes_per_token(self) -> int:
-        """Bytes of a token in the KV cache. If the config does not tell, a first step is run to find out."""
+        """Bytes of a token in the KV cache. If the config does not tell, a step is run to find out."""
         found = _bytes_per_token(self.model)
         if found is not None:
             return found
@@ -133,21 +133,21 @@ class TargetRunner:
         return self._store.bytes_per_token
 
     def step_bytes(self, max_tokens: int) -> int:
-        """Approximate bytes, beside weights and KV cache, for steps of up to so many tokens: mostly logits."""
+        """Approximate bytes, without weights and KV cache, for steps of up to `max_tokens` tokens: mostly logits."""
         return 2 * max_tokens * self.vocab_size * 4
 
     def warm_up(self, max_tokens: int) -> None:
-        """Do one-time work for steps of up to so many tokens. Eager steps need none."""
+        """Do one-time work for steps of up to `max_tokens` tokens. Eager steps need none."""
 
     def refresh(self) -> None:
-        """Notice that the model has changed, such as weights that moved, before rows are opened."""
+        """Check, before rows are opened, whether the model has changed, for example by weights that moved."""
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes on the device, by purpose, beside the model's weights and temporary tensors."""
+        """Bytes on the device by purpose, without the model's weights and temporary tensors."""
         return {"cache": self._store.nbytes}
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
-        """Open a KV cache of so many rows, each with room for so many tokens. If one fails, all are released."""
+        """Open a KV cache of `num_rows` rows with room for `num_slots` tokens each. If one fails, all are released."""
         self.refresh()
         rows: list[Row] = []
         try:
@@ -185,8 +185,8 @@ class TargetRunner:
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """Run the trees of a cache's rows, and prompt chunks of other rows, in one forward. Chunks are committed.
 
-        num_already_run: so many first nodes of each tree were in these rows' last step too. They are not run again, and
-        have no output. Only without chunks.
+        num_already_run: the number of first nodes of each tree that were in these rows' last step too. They are not run
+        again and have no output. Only without chunks.
         Returns the output for the trees, and for each chunk.
         """
         rows = cache.rows if cache is not None else []
@@ -218,7 +218,7 @@ class TargetRunner:
     def _inputs(
         self, step: FlatStep, is_run: np.ndarray | None = None
     ) -> tuple[KVCache, Tensor, Tensor, attention.Visibility]:
-        """A forward's inputs for a step, or for those of its tokens that are run."""
+        """A forward's inputs for those tokens of a step that are run."""
         device = self.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
@@ -242,7 +242,7 @@ class TargetRunner:
             yield {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Clamp positions to the model's context: nodes beyond it are never accepted, but must not be out of range."""
+        """Clamp positions to the model's context. Nodes beyond it are never accepted, but must stay in range."""
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
     def _run_model(
@@ -303,8 +303,8 @@ def _num_logits(model: PreTrainedModel) -> int:
 def _max_positions(config: PreTrainedConfig) -> int | None:
     """The model's context length; None: no limit.
 
-    With longrope the rotation of all tokens changes once a forward goes past the original context. A tree that reaches
-    further than plain decoding would then change the text, so such a model's context ends there.
+    With longrope, the rotation of all tokens changes once a forward goes past the original context. A tree reaches
+    further than plain decoding and could change the text there, so such a model's context ends before.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limit: int | None = getattr(config, "max_position_embeddings", None)

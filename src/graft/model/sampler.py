@@ -1,6 +1,6 @@
 """From logits to tokens: the sampler that applies `SamplingSettings` with the keyed noise of `noise`.
 
-The noise of a draw depends on (seed, absolute position, token) alone. So the same seed gives the same text with any
+The noise of a draw depends only on (seed, absolute position, token). So the same seed gives the same text with any
 draft tree and without one. Acceptance is in `spec_decode.acceptance`.
 """
 
@@ -17,19 +17,19 @@ from graft.model.grammar import Constraint
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise
 from graft.model.sampling_settings import SamplingSettings
 
-# Exponentials as whole numbers, see `weights`.
-WEIGHT_BITS = 40  # of the highest
-LOWEST = 28.0  # below the highest score by so much the weight is 0
-EXP_BITS = 25  # of the fraction of an exponent of 2
-_HALVINGS_PER_UNIT = 3098164009  # log2(e) in parts of 2^31: from parts of 2^26 to exponents of 2 in parts of 2^25
-# The Taylor series of 2^-f for f from 0 to 1, in parts of 2^30. The signs alternate.
+# Exponentials as integers, see `weights`.
+WEIGHT_BITS = 40  # the highest weight is 2^WEIGHT_BITS
+LOWEST = 28.0  # scores this far below the highest have weight 0
+EXP_BITS = 25  # fraction bits of an exponent of 2
+_HALVINGS_PER_UNIT = 3098164009  # log2(e) in units of 2^-31: from units of 2^-26 to exponents of 2 in units of 2^-25
+# The Taylor series of 2^-f for f from 0 to 1, in units of 2^-30. The signs alternate.
 EXP_TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
 
 
 def weights(scores: Tensor) -> Tensor:
-    """The exponentials of scores [B, V], as whole numbers in parts of a row's highest: int64, at most 2^WEIGHT_BITS.
+    """Exponentials of scores [B, V] relative to the row's highest, as int64 in units of 2^-WEIGHT_BITS.
 
-    Sums of them are the same in any order, so every device finds the same truncation.
+    Sums of integers are the same in any order, so every device finds the same truncation.
     """
     highest = scores.amax(dim=1, keepdim=True)
     below = torch.where(scores == highest, 0.0, highest - scores).clamp(max=LOWEST)  # infinities equal themselves
@@ -45,9 +45,9 @@ def weights(scores: Tensor) -> Tensor:
 def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set the scores [B, V] that top-k, then top-p, then min-p [B] exclude to minus infinity. top_k 0 is off.
 
-    Tokens are ranked by score, and of equal scores the first comes first. Top-k keeps the first k. Top-p keeps those
-    before which less than its share of the remaining probability lies: always the first. Min-p keeps those that have
-    at least its part of the highest probability. `kernels.draw` is the same on GPUs.
+    Tokens are ranked by score; among equals, the first token wins. Top-k keeps the first k. Top-p keeps a token if the
+    tokens before it have less than top_p of the remaining probability, so it always keeps the first. Min-p keeps tokens
+    with at least min_p times the highest probability. `kernels.draw` does the same on GPUs.
     """
     vocab_size = scores.shape[1]
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
@@ -66,7 +66,7 @@ class Chooser(Protocol):
     """A sampler as acceptance sees it: it chooses each row's next token and adds it to the row's history."""
 
     def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
-        """Choose the next tokens [B] from logits [B, V]. Only rows that are `walking` advance by one token."""
+        """Choose the next tokens [B] from logits [B, V]. Only `walking` rows advance by one token."""
         ...
 
     def coming_draws(self) -> ComingDraws | None:
@@ -144,7 +144,7 @@ class Sampler:
             if isinstance(own, list):
                 setattr(there, name, own + new)
             elif isinstance(own, Tensor) or isinstance(new, Tensor):
-                # A penalty, bias or ending that only one sampler has is zero in the other's rows.
+                # If only one sampler has a penalty, bias or ending, it is zero in the other's rows.
                 own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
                 new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
                 setattr(there, name, torch.cat([own, new]))

@@ -24,11 +24,11 @@ class VerifyOutput:
     hidden: Tensor  # [T, layers * H] inputs of the requested layers, concatenated
     # Captured steps only: the top-k successors of all tokens, and their logits, as the step left them on the device.
     highest: tuple[Tensor, Tensor] | None = None
-    is_captured: bool = False  # a captured step, whose output is always at the same place
+    is_captured: bool = False  # whether it is a captured step, whose output is always at the same address
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
-        # A part's tokens stand together in the step.
+        # A part's tokens are consecutive in the step.
         first, end = int(self.index[0, 0]), int(self.index[-1, 0]) + self.counts[-1]
         if self.highest is not None:
             tokens, logits = (part[first:end] for part in self.highest)

@@ -16,15 +16,15 @@ from graft.request.sequence import Sequence
 
 @dataclass
 class Batch:
-    """Row i of everything belongs to sequence i."""
+    """Sequences and the state of their rows. Row i of every field belongs to sequence i."""
 
     sequences: list[Sequence]
     cache: KVCache  # of the target
     chooser: Chooser
     draft: Any = None  # the drafter's DraftState
-    is_on_device: bool = False  # whether the device makes its rounds by itself
-    num_prefill_tokens: int = 0  # prompt tokens in the coming step, of other batches
-    _max_depth: int | None = None  # of the current round, once asked for
+    is_on_device: bool = False  # whether it is decoded in device rounds
+    num_prefill_tokens: int = 0  # prompt tokens of other batches in the coming step
+    _max_depth: int | None = None  # cached for the current round
 
     def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
@@ -32,7 +32,7 @@ class Batch:
 
     @property
     def max_depth(self) -> int:
-        """The longest useful path: the round's last token is the target's own."""
+        """The longest useful path of a tree. The last token of a round is the target's own."""
         if self._max_depth is None:
             self._max_depth = max([sequence.num_remaining for sequence in self.sequences]) - 1
         return self._max_depth
@@ -41,7 +41,7 @@ class Batch:
         self.num_prefill_tokens, self._max_depth = num_prefill_tokens, None
 
     def settle(self) -> None:
-        """Make the texts of the rounds before, while the device computes. A failure ends that sequence alone."""
+        """Settle the sequences' earlier rounds while the device computes. A failure ends only that sequence."""
         for sequence in self.sequences:
             try:
                 sequence.settle()
@@ -49,7 +49,7 @@ class Batch:
                 sequence.failure = error
 
     def copy_row(self, source: int, target: int) -> None:
-        """Copy a row's state to another: answers to the same prompt share its prefill."""
+        """Copy a row's state to another row, because answers to the same prompt share its prefill."""
         self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])
         if self.draft is not None:
             self.draft.copy_row(source, target, self.cache.rows[target])
@@ -63,7 +63,7 @@ class Batch:
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
 
     def keep(self, rows: Iterable[int]) -> None:
-        """Keep these rows alone, and release the pages of the others."""
+        """Keep only these rows, and release the pages of the others."""
         stay = set(rows)
         kept = sorted(stay)
         chooser = self.chooser.select(kept)
@@ -76,6 +76,6 @@ class Batch:
             cache.pool.release(row)
 
     def next_chunk(self, row: int, max_tokens: int) -> Chunk:
-        """The next tokens of the row's text to prefill, without its last token, which is the first round's root."""
+        """The next tokens of the row's text to prefill. The text's last token is left for the first round's root."""
         start, ids = self.cache.rows[row].length, self.sequences[row].ids
         return Chunk(self.cache.rows[row], ids[start : min(start + max_tokens, len(ids) - 1)])

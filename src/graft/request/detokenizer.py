@@ -1,4 +1,4 @@
-"""Incremental detokenizer: token ids become text, never half a character and never past a stop string."""
+"""Incremental detokenizer: turns token ids into text of whole characters, and stops at stop strings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graft.errors import GraftError
 _TAIL = 6  # prompt tokens decoded before the answer, so that the spaces of its first word are right
 _SHORT = 4  # tokens whose text is cached
 _LONGEST = 4  # tokens of one character: it has at most four bytes, and each may be a token
-_DAMAGED = 3 * _LONGEST  # held tokens from which on their bytes probably never make a character
-_UNFINISHED = "\ufffd"  # which decoders put for bytes that are not (yet) a character
+_DAMAGED = 3 * _LONGEST  # so many held tokens probably never become a character
+_UNFINISHED = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 
 
 class TextStream:
@@ -29,23 +29,23 @@ class TextStream:
         self._decode_short = decoded_before if isinstance(tokenizer, Hashable) else _decoded
         self._ids = self._context(prompt)
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is known
-        self._whole_after = 0  # do not decode all held ids again before there are so many
+        self._whole_after = 0  # number of held ids from which on to decode all of them again
         self._stop = tuple(stop)
         self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
         self._num_taken = 0
         self._lengths: list[int] = []  # of the text, after each token
-        self._may_stop = True  # at the last token
-        self.text = ""  # whole characters only; ends before the stop string, if one came
+        self._may_stop = True  # whether the last token may complete a stop string
+        self.text = ""  # whole characters only; ends before a completed stop string
 
     def push(self, token: int, may_stop: bool = True) -> bool:
-        """Add one token. True if it completed a stop string, before which the text is then cut."""
+        """Add one token. Returns True if it completed a stop string; the text is then cut before it."""
         self._may_stop = may_stop
         is_stopped = self._push(token, may_stop)
         self._lengths.append(len(self.text))
         return is_stopped
 
     def num_tokens(self, num_characters: int) -> int:
-        """How many tokens the first so many characters of the text took."""
+        """The number of tokens that make up the first `num_characters` characters of the text."""
         return min(bisect_left(self._lengths, num_characters) + 1, len(self._lengths)) if num_characters else 0
 
     def _push(self, token: int, may_stop: bool) -> bool:
@@ -72,7 +72,7 @@ class TextStream:
         Decoding all held ids for every token of damaged text would take quadratic time. The last few ids tell how the
         text ends; they may begin within a character, so several lengths are tried. The first few ids are decoded with
         them, because in some decoders one invalid byte makes all bytes beside it invalid. If such a byte is elsewhere,
-        all ids are decoded in vain, and not again before there are an eighth more.
+        all ids are decoded in vain, and again only when there are an eighth more.
         """
         if self._num_held_ids <= _DAMAGED:
             return True
@@ -83,12 +83,12 @@ class TextStream:
         return any(not self._decode(first + end).endswith(_UNFINISHED) for end in ends)
 
     def finish(self) -> None:
-        """Add the held tokens to the text, when an answer ends inside a character. A stop string among them cuts it."""
+        """Add the held tokens to the text, if an answer ends inside a character. A stop string in them cuts it."""
         if self._num_held_ids:
             self._add(self._decode(self._ids[self._decoded_from :]), self._may_stop)
 
     def take(self, final: bool = False) -> str:
-        """The new text since the last call; unless `final`, without an end that may begin a stop string."""
+        """The new text since the last call. Unless `final`, it leaves out an end that may begin a stop string."""
         end = len(self.text) if final else len(self.text) - self._num_held()
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
@@ -122,7 +122,7 @@ class TextStream:
         return 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, from the beginning of a character if possible."""
+        """The last tokens of the prompt, if possible from the beginning of a character."""
         ends = [list(prompt[-length:]) for length in range(_TAIL, _TAIL + _LONGEST)]
         return next((end for end in ends if _UNFINISHED not in self._decode(end)), ends[0])
 
@@ -159,7 +159,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _special_stops(tokenizer: Any, stop: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
-    """Special tokens that a stop string names: they end the answer, since no text of theirs could be found."""
+    """Special tokens named by stop strings. They end the answer by id, since their text is never part of the answer."""
     added = tokenizer.added_tokens_decoder.items()
     ids = {str(token.content): number for number, token in added if token.special and number not in kept}
     for text in stop:

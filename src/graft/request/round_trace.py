@@ -12,10 +12,10 @@ MODEL = "model"  # the origin of a token that was not in the tree
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The verified tree and its accepted path. Node 0 is the root, the last token known before the round.
+    """The verified tree and its accepted path. Node 0 is the root: the last token before the round.
 
-    Pruned candidates may follow the verified nodes. Rejected nodes that may be other users' text are left out, with
-    everything below them.
+    Pruned candidates may follow the verified nodes. Rejected nodes that may be other users' text are left out, together
+    with all nodes below them.
     """
 
     tokens: list[int]
@@ -23,11 +23,11 @@ class RoundRecord:
     probabilities: list[float]  # acceptance probability: P(the target accepts the node | it accepted the parent)
     sources: list[str]  # who proposed the node
     accepted: list[int]  # the nodes on the accepted path, without the root
-    new_tokens: list[int]  # those of the accepted nodes, then the model's own unless the answer ended before
+    new_tokens: list[int]  # tokens of the accepted nodes, then the model's own, unless the answer ended before it
 
     num_pruned: int = 0  # nodes at the end that were not verified
     num_hidden: int = 0  # nodes that are left out
-    knew_noise: bool = False  # whether the tree was made with the random numbers of the coming draws
+    knew_noise: bool = False  # whether the tree was made with the noise of the coming draws
 
     @property
     def num_verified(self) -> int:

@@ -1,4 +1,4 @@
-"""Sequence: one answer while it is decoded: its tokens, its text, and the rules by which it ends."""
+"""Sequence: an answer that is being decoded: its tokens, its text, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.tree.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)
-_PLACES_AT_ONCE = 256  # of a prompt, because each takes several floats for every token of the vocabulary
+_PLACES_AT_ONCE = 256  # prompt log-probabilities computed together; each takes several floats per vocabulary token
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Sequence:
     ) -> None:
         """kept: special tokens that are part of the text."""
         self.number = next(_NUMBERS)
-        self.owner: int | None = None  # isolated texts learn from those of the same owner; None: from no others
-        self.group: int | None = None  # the same for all answers of a request to one prompt
+        self.owner: int | None = None  # isolated texts learn only from texts of the same owner; None: from none
+        self.group: int | None = None  # common to all answers of a request to one prompt
         self.ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.settings = settings
@@ -55,15 +55,15 @@ class Sequence:
         self.num_prompt_logprobs: int | None = None  # alternatives to report for each prompt token; None: none wanted
         self.prompt_logprobs: list[TokenLogprob] = []  # of prefilled prompt tokens, without the first
         self.finish_reason: FinishReason | None = None
-        self.failure: Exception | None = None  # why it cannot continue
+        self.failure: Exception | None = None  # the error that ended it
         self.text = TextStream(tokenizer, prompt, settings.stop, kept) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # the grammar of its text, such as a JSON schema's
         self.speculates = True  # whether its rounds may have trees
         self.is_recorded = False  # whether `last_round` is kept
-        self.shows_all = False  # whether it includes rejected nodes that may be other users' text
+        self.shows_all = False  # whether `last_round` includes rejected nodes that may be other users' text
         self.last_round: RoundRecord | None = None
         self._unsettled: list[_Unsettled] = []
-        self._is_stopped = False  # by a stop string, which ends with the last token that the statistics count
+        self._is_stopped = False  # by a stop string; the last counted token completes it
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
@@ -82,7 +82,7 @@ class Sequence:
         return self._most_ids - len(self.ids)
 
     def read_prompt(self, start: int, verified: VerifyOutput) -> None:
-        """Take the prompt's log-probabilities from a prefilled chunk, which begins at `start`. May be repeated."""
+        """Take the prompt's log-probabilities from a prefilled chunk that begins at `start`. May be repeated."""
         if self.num_prompt_logprobs is None:
             return
         known = len(self.prompt_logprobs)  # of tokens 1 to `known`; place `known` gives the next one
@@ -93,7 +93,7 @@ class Sequence:
             self._read_places(start, first, min(first + _PLACES_AT_ONCE, end), verified, self.num_prompt_logprobs)
 
     def _read_places(self, start: int, first: int, end: int, verified: VerifyOutput, num_alternatives: int) -> None:
-        """Take those of the tokens after places `first` to `end`; the chunk begins at `start`."""
+        """Take the log-probabilities of the tokens after places `first` to `end`; the chunk begins at `start`."""
         places = verified.index[0, first - start : end - start].to(verified.logits.device)
         logprobs = torch.log_softmax(verified.logits[places], dim=1)
         tokens = self.ids[first + 1 : end + 1]
@@ -105,7 +105,7 @@ class Sequence:
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Append a round's tokens, and end exactly where plain decoding would have ended.
 
-        Text and statistics are slow and not urgent, so `settle` does them later. It may find a stop string a round
+        Text and statistics are slow and not urgent, so `settle` updates them later. It may find a stop string one round
         late; tokens after it are dropped here. nodes: the accepted nodes. row: the verified tree.
         """
         if self._is_stopped:
@@ -136,7 +136,7 @@ class Sequence:
             self.settle()
 
     def settle(self) -> None:
-        """Catch up with the rounds so far: text, stop strings, statistics and the round's record."""
+        """Bring text, stop strings, statistics and the round's record up to date with the rounds so far."""
         while self._unsettled and not self._is_stopped:
             round = self._unsettled.pop(0)
             self._count(round, self._read(round.tokens))
@@ -148,7 +148,7 @@ class Sequence:
             self._drop_after_stop()
 
     def _read(self, tokens: SequenceOf[int]) -> int:
-        """Add tokens to the text. Returns their number, up to the end of a stop string if there is one."""
+        """Add tokens to the text, up to the end of a stop string. Returns how many were added."""
         stats, text, least = self.stats, self.text, self.settings.min_tokens
         if text is None:
             stats.tokens += len(tokens)
@@ -187,14 +187,14 @@ class Sequence:
         return len(self.ids) + len(tokens) >= self._most_ids or not self._endings.isdisjoint(tokens)
 
     def _ending(self, token: int) -> FinishReason | None:
-        """Why the answer ends with its last token; None if it does not."""
+        """Why the answer ends with this last token; None if it does not end."""
         if self.num_new >= self.settings.min_tokens and token in self._endings:
             return "stop"
         return "length" if self.num_remaining == 0 else None
 
 
 class _Unsettled(NamedTuple):
-    """A round that text and statistics do not include yet."""
+    """A round that is not in text and statistics yet."""
 
     tokens: SequenceOf[int]
     nodes: SequenceOf[int]
@@ -202,7 +202,7 @@ class _Unsettled(NamedTuple):
 
 
 class TreeRow:
-    """One row of a verified tree, as statistics, log-probabilities and round records need it."""
+    """One row of a verified tree, for statistics, log-probabilities and round records."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class TreeRow:
         common_sources: Container[str] = (),
         knew_noise: bool = False,
     ) -> None:
-        """verified: needed for log-probabilities alone. considered: the tree, then pruned candidates.
+        """verified: needed only for log-probabilities. considered: the tree, then pruned candidates.
 
         common_sources: see `Policy`. knew_noise: see `RoundRecord`.
         """

@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Clock:
-    """Seconds by phase. Phases do not nest; the time between them is the host's."""
+    """Seconds by phase. Phases do not nest; the time between them counts as "host"."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, phase: str) -> _Phase:
-        """A context that adds its time to a phase."""
+        """A context whose time is added to a phase."""
         return _Phase(self.seconds, phase)
 
     def with_host(self, total: float) -> dict[str, float]:
@@ -24,7 +24,7 @@ class Clock:
 
 
 class _Phase:
-    """The context of a phase. A generator would be slower, and a round has a dozen of them."""
+    """The context of a phase. It is not a generator, which would be slower, because a round has a dozen of them."""
 
     def __init__(self, seconds: defaultdict[str, float], phase: str) -> None:
         self._seconds, self._phase = seconds, phase
@@ -38,7 +38,7 @@ class _Phase:
 
 @dataclass
 class Stats:
-    """Counts of one answer; times are those of the whole batch that it was decoded in."""
+    """Counts of one answer. Times are those of the whole batch in which it was decoded."""
 
     rounds: int = 0
     plain_rounds: int = 0  # rounds that verified only the root
@@ -50,14 +50,14 @@ class Stats:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     proposed_by_source: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    setup_seconds: float = 0.0  # before prefill: with a fixed budget, a policy measures draft passes once
+    setup_seconds: float = 0.0  # before prefill; with a fixed budget, a policy measures draft passes once
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
 
     @property
     def mean_accepted(self) -> float:
-        """Mean accepted length, 1 + accepted / rounds: tokens per round, except that a last round may be cut short."""
+        """Mean accepted length, 1 + accepted / rounds. It is tokens per round, but a last round may be cut short."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property

@@ -16,8 +16,8 @@ from graft.tree.tree import ROOT
 _PRIOR_WEIGHT = 16.0  # observations that a prior counts for
 NUM_AGREEMENTS = AGREED + 1
 _NUM_POWERS = 12  # path probabilities are counted by power of two; as in the C code
-_PATH_PRIOR = 8.0  # accepted nodes that the prior counts for, by which path probabilities are right
-_PATH_MEMORY = 256.0  # accepted nodes after which old ones fade
+_PATH_PRIOR = 8.0  # expected nodes that the prior of a ratio counts for
+_PATH_MEMORY = 256.0  # expected nodes after which old ones fade
 _NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # limits between the buckets of E = exp(-g); as in the C code
 _NEARLY, _HARDLY = 0.97, 0.003  # the two probabilities that a copied token may have, see `by_noise`
 _MEMORY = 1024.0  # observations after which old ones fade
@@ -160,7 +160,8 @@ class PathCalibration:
 def _falling_ratios(counts: Sequence[Sequence[float]]) -> list[float]:
     """Ratios accepted / expected by power of two, from (expected, accepted), fitted so that they never rise.
 
-    Neighbours in the wrong order are counted together (isotonic regression). The prior of a ratio is the previous one.
+    Neighbours in the wrong order are counted together (isotonic regression). The prior of the first ratio is 1, that of
+    each later one the previous ratio.
     """
     pooled: list[tuple[float, float, int]] = []  # expected, accepted, and number of powers
     for expected, accepted in counts:

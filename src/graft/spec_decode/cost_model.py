@@ -115,8 +115,8 @@ class StepCost:
         self._optimism[at] = 0.0
         error = math.log(seconds / self._at(self._unbiased, num_tokens))
         self._level += WEIGHT * _clipped(error, limit)
-        # The first observation of a size is taken as it is. Later ones are averaged, and the better a size is known, the
-        # more outliers are clipped. But if one of the first was far too slow, a faster one replaces it.
+        # The first observation of a size is taken as it is. Later ones are averaged, and the better a size is known,
+        # the more outliers are clipped. But if one of the first was far too slow, a faster one replaces it.
         weight = max(1 / (1 + self._counts[at]), WEIGHT)
         if error < -SHIFT and self._counts[at] < FIRST:
             own = (1 - WEIGHT) * error

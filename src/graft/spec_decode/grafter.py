@@ -1,6 +1,6 @@
 """Grafter: every decision of a round, independent of any engine or model code.
 
-Its input is texts, drafted levels and the target's likeliest tokens; its output is a tree to verify. A round:
+Its inputs are texts, drafted levels and the target's likeliest tokens; its output is a tree to verify. A round:
 
     round = grafter.begin(roots, histories, caps, max_depth)     # copies of earlier text
     grafter.draft(round, passes, num_beams)                      # prune: draft passes while they pay
@@ -34,7 +34,7 @@ from graft.spec_decode.proposers.base import History, named, part_of, salt_of
 from graft.tree.candidates import Candidates, Level, Ranking
 from graft.tree.tree import DRAFTED, DraftTree
 
-_SHOWN = 8  # pruned candidates that the record of a round shows, if there are as many
+_SHOWN = 8  # the most pruned candidates that the record of a round shows
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Round:
     max_nodes: int  # all rows together
     num_prefill_tokens: int  # prompt tokens in the same step
     passes: list[int]  # by row
-    # By pass: P(one of the beams that it expanded is accepted), summed over its rows.
+    # By pass: P(one of the expanded beams is accepted), summed over the rows that made the pass.
     reaches: list[float] = field(default_factory=list)
     draft_seconds: float = 0.0  # of all passes
     size: TreeSize | None = None
@@ -63,11 +63,13 @@ class Grafter:
     Subclasses may override its three decisions: `make_retrievers`, `best_of` (which candidates?) and `calibrate`.
     """
 
-    runs_on_device = True  # whether rounds that the device makes by itself decide as this class does
+    runs_on_device = True  # whether device rounds make the same decisions as this class
 
     def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
-        """num_passes: the most that the drafter makes in a round; 0 without a drafter. step: step times, used if
-        `settings` leave the number of nodes to the budget."""
+        """num_passes: the most draft passes of a round; 0 without a drafter.
+
+        step: step times, used unless `settings` fix the number of nodes.
+        """
         self.settings = settings
         self.retrievers: Sequence[Retriever] = self.make_retrievers(vocab_size, settings)
         # Copies of earlier text are cheap and may suffice, so they come before drafting. Tables come last: they look up
@@ -118,10 +120,10 @@ class Grafter:
         num_done: passes so far. reach: by row, the probability that one of its beams is accepted. kinds: of rows.
         """
         num_rows = len(going)
-        if self.adapts:  # rows share the budget and wait for each other's passes
+        if self.adapts:  # rows share the budget, and all rows wait for a pass
             pays = sum(compress(reach, going)) > self.budget.least_reach(num_rows, num_done, kinds)
             return going if pays else [False] * num_rows
-        # With a fixed budget the step costs the same whatever is drafted, so each row decides as if all were alike.
+        # With a fixed budget, the step costs the same whatever is drafted, so each row decides as if all had its reach.
         return [
             is_going and num_rows * own > self.budget.least_reach(num_rows, num_done, [kind])
             for own, is_going, kind in zip(reach, going, kinds, strict=True)
@@ -140,8 +142,8 @@ class Grafter:
     ) -> Round | None:
         """Begin a round below `roots` [B], the last tokens of `histories`, with copies of earlier text.
 
-        None if the round should be plain. caps: by row, the most nodes. num_prefill_tokens: prompt tokens in the same
-        step. draws: what is known of the rows' coming draws; the drafter must know it too.
+        Returns None if the round should be plain. caps: by row, the most nodes. num_prefill_tokens: prompt tokens in
+        the same step. draws: what is known of the rows' coming draws; the drafter must use the same.
         """
         num_rows, max_nodes = len(histories), self._max_nodes(caps, max_depth, num_prefill_tokens)
         if max_nodes == 0:
@@ -156,7 +158,7 @@ class Grafter:
         return round
 
     def may_begin(self, caps: Sequence[int], max_depth: int, num_prefill_tokens: int = 0) -> bool:
-        """Whether `begin` gives a round."""
+        """Whether `begin` would return a round."""
         return self._max_nodes(caps, max_depth, num_prefill_tokens) > 0
 
     def draft(
@@ -172,7 +174,7 @@ class Grafter:
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
-        first = candidates.width - 1  # retrieved nodes, which levels do not count when they number their parents
+        first = candidates.width - 1  # number of retrieved nodes, which come between the root and drafted nodes
         start = time.perf_counter()
         for number in range(self.budget.max_passes):
             going = [count == number and cap > 0 for count, cap in zip(round.passes, round.caps, strict=True)]
@@ -219,14 +221,14 @@ class Grafter:
     ) -> None:
         """Learn from a finished round, whose step took `seconds`.
 
-        round: None if it was plain. tree: what was verified. round_seconds: since the end of the round before, 0 if
+        round: None if it was plain. tree: the verified tree. round_seconds: since the end of the previous round, 0 if
         there was none. is_time_usual: whether the budget may learn these times.
         """
         num_rows = len(accepted)
         if round is not None:
             self.calibrate(round.candidates, accepted)
             self._learn_pass_gains(round)
-            # A fixed budget does not use it, and a grammar may have pruned the tree.
+            # Only adaptive budgets use it, and only if no grammar has pruned the tree.
             if self.adapts and round.tree is tree and round.paths is not None:
                 self.path_calibration.observe(round.paths, accepted.nodes, round.kinds)
         if self.adapts and is_time_usual:
@@ -235,7 +237,7 @@ class Grafter:
         self.budget.observe(num_rows, sum(map(len, accepted.tokens)), size, num_passes, num_prefill_tokens)
 
     def _learn_pass_gains(self, round: Round) -> None:
-        """Learn what each pass brought: the value of the round's candidates with fewer passes."""
+        """Learn the gain of each pass, by comparing the values of the round's candidates with fewer passes."""
         num_rows, num_passes = len(round.passes), len(round.reaches)
         values = [0.0]
         if num_passes:
@@ -250,7 +252,7 @@ class Grafter:
         base = num_rows + num_prefill_tokens
         budget.step.observe(base + sum(tree.num_nodes), seconds, least=base)
         drafting = round.draft_seconds if round is not None else 0.0
-        if round_seconds and not num_prefill_tokens:  # the rest is neither the step nor drafting
+        if round_seconds and not num_prefill_tokens:  # the host's time: neither the step nor drafting
             host = budget.host if round is not None else budget.plain_host
             host.observe(num_rows, max(round_seconds - seconds - drafting, 0.0), most=seconds)
         if round is not None and any(round.passes):
@@ -280,7 +282,7 @@ class Grafter:
         self.budget.restart(is_calibrated=bool(state))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
-        """Restore counts source by source: the state may have other sources and buckets, and greedy rows alone."""
+        """Restore counts source by source. The state may have other sources and buckets, or only greedy rows."""
         self.calibration.restore({})
         new = self.calibration.state()
         for number, name in enumerate(self.sources):
@@ -303,7 +305,7 @@ class Grafter:
         return salt_of(history, self.settings.isolated)
 
     def _max_nodes(self, caps: Sequence[int], max_depth: int, num_prefill_tokens: int) -> int:
-        """Nodes that a round may verify, all rows together; 0 if it should be plain."""
+        """The most nodes that a round may verify, all rows together; 0 if it should be plain."""
         num_rows = len(caps)
         most = min(self.budget.max_nodes(num_rows, num_prefill_tokens), sum(caps))
         return most if most > 0 and max_depth > 0 and self.budget.may_propose(num_rows) else 0
@@ -316,7 +318,7 @@ class Grafter:
 
     @property
     def adapts(self) -> bool:
-        """Whether the budget is chosen in every round, from costs learned from rounds' times."""
+        """Whether the number of nodes is chosen in every round, from learned costs."""
         return self.settings.budget is None
 
     @property

@@ -1,8 +1,8 @@
-"""Candidates: all tokens proposed for a round, each with its acceptance probability, from which the tree is chosen.
+"""Candidates: all tokens proposed for a round, with their acceptance probabilities. The tree is chosen from them.
 
-When a node is added, its path's probability, key and last tokens are computed from its parent's, so nothing is computed
-over the tree afterwards. Equal paths have equal keys, whoever proposed them. Candidates are in the host's memory,
-wherever the models are. C code does the work; the docstrings here say what it does.
+When a node is added, its path probability, path key and last tokens are computed from its parent's, so no pass over the
+tree is needed afterwards. Equal paths have equal keys, whichever source proposed them. Candidates are in host memory
+even if the models are on a GPU. C code does the work; the docstrings here say what it does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
 ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers; see `Candidates.merge`
-NO_TOKEN = -1  # stands where a text has no earlier token
-# A path's key is the sum of its tokens, each times an odd number of its depth: different paths have equal keys as
-# rarely as two random numbers are equal.
-DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
-_CAPACITY = 2048  # nodes that a row has room for at first
+NO_TOKEN = -1  # in place of a token before the beginning of a text
+# A path's key is a hash: the sum of its tokens, each times an odd random factor of its depth.
+DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # no tree is deeper
+_CAPACITY = 2048  # initial room for nodes of a row
 _NUM_BUCKETS = 16  # of probabilities, two per halving; as in the C code
 _INHERITED = -1  # the node needs as many draft passes as its parent
 
@@ -52,7 +51,7 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """Drafted nodes of one depth. Parents are numbers of nodes in the drafted tree so far."""
+    """Drafted nodes of one depth. Parents are node numbers in the drafted tree; the root is 0."""
 
     tokens: Tensor  # [B, n] target ids
     parents: Tensor  # [B, n]
@@ -72,7 +71,7 @@ class Place(NamedTuple):
 
     node: int
     depth: int
-    path: list[int]  # its tokens, without the root's
+    path: list[int]  # tokens of its path, without the root
 
 
 class Columns(NamedTuple):
@@ -88,13 +87,13 @@ class Columns(NamedTuple):
 class Beside(NamedTuple):
     """By row, the other answers to the same prompt that are being decoded."""
 
-    indices: array[int]  # addresses of their indices, row after row
+    indices: array[int]  # addresses of their suffix indices, row after row
     ends: array[int]  # [B] where each row's addresses end
     num_prompt: array[int]  # [B] tokens of the prompt
 
 
 class _DrawColumns:
-    """What is known of coming draws, in memory for C."""
+    """`ComingDraws` in memory that C can read."""
 
     def __init__(self, draws: ComingDraws) -> None:
         rows = [row or RowDraws(0, 0, 0.0) for row in draws.rows]
@@ -116,7 +115,7 @@ class _DrawColumns:
             addresses,
             array("q", [row.times is None for row in rows]),
         ]
-        self._columns = columns  # C reads their memory
+        self._columns = columns  # kept alive, because C reads their memory
         self._struct = DrawsStruct(*map(address_of, columns), num_depths)
         self.address = ctypes.addressof(self._struct)
 
@@ -144,14 +143,14 @@ _SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds, because firs
 
 
 class Candidates:
-    """The candidate nodes below B roots, a row each.
+    """The candidate nodes below B roots, one row for each.
 
     Many methods take `Calibration.acceptance_probs`: P(accepted | parent accepted) by kind of row and agreement, source
     and bucket.
     """
 
-    most_nodes = 1 << 10  # of a row, at which retrieval stops
-    _is_alone = False  # whether nobody else has a view of the memory, so that it can be reused
+    most_nodes = 1 << 10  # retrieval stops when a row has this many nodes
+    _is_alone = False  # whether there is no other view of the memory, so that it can be reused
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Candidates:
         salts: Sequence[int] = (),
         draws: ComingDraws | None = None,
     ) -> None:
-        """roots [B]: the last tokens of the histories. salts [B]: of the table entries each row uses; empty: shared.
+        """roots [B]: the last tokens of the histories. salts [B]: of each row's table entries; empty: all rows share 0.
 
         draws: what is known of the coming draws. Tokens that cannot be drawn become padding.
         """
@@ -185,10 +184,10 @@ class Candidates:
         room.struct.draws = self._draws.address if self._draws is not None else None
         self._room, self._fields, self._paths = room, room.fields, room.paths
         self._struct = room.struct
-        self.ref = room.ref  # for C; `reserve` may replace it
+        self.ref = room.ref  # the pointer for C; `reserve` may replace it
 
     def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
-        """Switch to other memory, to which everything was copied."""
+        """Switch to other memory, to which the caller has copied everything."""
         old = self._struct
         self._move_into(_Room(fields, paths))
         self._struct.width, self._struct.deepest = old.width, old.deepest
@@ -201,7 +200,7 @@ class Candidates:
             self._copy_into(*(torch.nn.functional.pad(column, (0, more)) for column in (self._fields, self._paths)))
 
     def _weigh_by(self, acceptance_probs: Tensor | None) -> Any:
-        """A C reference to the probabilities, kept while the tensor is the same, as it mostly is in a round."""
+        """A C reference to the probabilities. It is cached, since most calls of a round pass the same tensor."""
         if self._probs is None or acceptance_probs is not self._probs[0]:
             self._probs = (acceptance_probs, byref(AcceptanceProbsStruct.of(acceptance_probs)))
         return self._probs[1]
@@ -236,7 +235,7 @@ class Candidates:
         score_bucket: Tensor,
         needs: int | None = None,
     ) -> None:
-        """Add nodes [B, n], whose parents may be among them; nodes of probability 0 are padding.
+        """Add nodes [B, n]. Parents may be earlier nodes among them. Nodes of probability 0 are padding.
 
         needs: draft passes that they depend on; None: as many as their parents.
         """
@@ -256,11 +255,11 @@ class Candidates:
         going: Sequence[bool],
         num_beams: int,
     ) -> list[float]:
-        """Add a drafted level. Rows that are not `going` get padding, and so do nodes whose q is 0.
+        """Add a drafted level. Rows that are not `going`, and nodes whose q is 0, become padding.
 
-        acceptance_probs: turn the drafter's q into acceptance probabilities; None: q is taken as it is. first:
-        candidates between the root and the first drafted level. Returns, by row, the probability that the target
-        accepts a path down to one of the level's first `num_beams` nodes.
+        acceptance_probs: turn the drafter's q into acceptance probabilities; None: q is used as it is. first:
+        candidates between the root and the first drafted level. Returns, by row, the reach of the level's first
+        `num_beams` nodes: the probability that the target accepts a path down to one of them.
         """
         count = level.tokens.shape[1]
         self.reserve(count)
@@ -312,12 +311,12 @@ class Candidates:
             self._native.graft_attach_copies(self.ref, *indices, first, probs, *limits, byref(scale), byref(count))
             if self.width == width + count.value:
                 break
-            self.reserve(count.value)  # the room did not suffice, so nothing was added
+            self.reserve(count.value)  # nothing was added, because there was not enough room
 
     def follow(
         self, tables: Array[TableStruct], acceptance_probs: Tensor, first: int, waves: int, beam: int, max_depth: int
     ) -> None:
-        """Add the tables' successors of the `beam` likeliest nodes not looked up yet, wave after wave.
+        """In each wave, add the tables' successors of the `beam` likeliest nodes that were not looked up yet.
 
         A node's source is `first` plus the number of its table.
         """
@@ -330,16 +329,16 @@ class Candidates:
     def merge(self, drafted: int = NOBODY, acceptance_probs: Tensor | None = None) -> None:
         """Merge equal paths into one node: the likeliest copy stays, the others become padding.
 
-        With `acceptance_probs`, probabilities are computed again by agreement: AGREED if several sources propose the
-        token, OPPOSED if one does and the source `drafted` proposes something else there, ALONE otherwise. Retrieved
-        tokens that oppose the drafter are seldom accepted, however good their source is elsewhere.
+        With `acceptance_probs`, probabilities are recomputed by agreement: AGREED if several sources propose the token,
+        OPPOSED if one does and the source `drafted` proposes other tokens there, ALONE otherwise. Retrieved tokens that
+        oppose the drafter are seldom accepted, even from a source that is good elsewhere.
         """
         self._native.graft_merge(self.ref, drafted, self._weigh_by(acceptance_probs))
 
     def ranked(self, total: int, caps: Sequence[int], path_ratios: array[float] | None = None) -> Ranking:
         """The `total` likeliest nodes of all rows together, at most `caps[row]` of each row; roots do not count.
 
-        path_ratios: see `PathCalibration`; None: path probabilities are taken as they are. Equal paths count separately
+        path_ratios: see `PathCalibration`; None: path probabilities are used as they are. Equal paths count separately
         unless candidates are merged.
         """
         return Ranking(self, total, caps, path_ratios)
@@ -359,10 +358,10 @@ class Candidates:
         caps: Sequence[int],
         path_ratios: array[float] | None = None,
     ) -> list[float]:
-        """By number of draft passes, 0 to `max_passes`: the value of the best nodes (see `ranked`) with so many passes.
+        """The value of the best nodes (see `ranked`) that need at most 0, 1, ... `max_passes` draft passes.
 
-        The value is the expected accepted tokens minus the cost of verifying them, at the best of the rising `counts`,
-        whose `costs` are in tokens; at least 0. Candidates must be merged.
+        The value is the expected accepted tokens minus the cost of verifying them, and at least 0. It is the maximum
+        over the ascending node counts `counts`, whose `costs` are in tokens. Candidates must be merged.
         """
         values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
         numbers, prices = array("q", counts), array("d", costs)
@@ -374,8 +373,8 @@ class Candidates:
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
         """By row, the nodes whose continuations retrievers look up.
 
-        Before anything is drafted that is the root alone; then it is up to `count` nodes below it, the likeliest of
-        those that may have children.
+        Before anything is drafted, that is only the root. Afterwards it is the up to `count` likeliest nodes below the
+        root that may have children.
         """
         num_rows = self.num_rows
         room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
@@ -394,10 +393,10 @@ class Candidates:
         return places
 
     def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
-        """Add to the counts [kinds * agreements, sources, buckets] how many proposals were tried, and how many fitted.
+        """Add the numbers of proposals that were tried, and that fit, to counts [kinds * agreements, sources, buckets].
 
-        A proposal is tried if its parent's path was emitted with a token after it, and fits if that token is its own,
-        verified or not. Counts above `memory` are scaled down to it, so that old ones fade.
+        A proposal is tried if its parent's path was emitted with a token after it. It fits if it is this token, whether
+        it was verified or not. Counts above `memory` are scaled down to it, so that old ones fade.
         """
         came = array("q", [token for tokens in emitted for token in tokens])
         lengths = array("q", map(len, emitted))
@@ -409,8 +408,8 @@ class Candidates:
 class Ranking:
     """The likeliest nodes of all rows in one order, likeliest first; ties go to the first row.
 
-    Probability falls along a path, so any number of first nodes is a tree. The candidates must not change while the
-    ranking is used.
+    Path probabilities fall along a path, so the first n nodes always form trees. The candidates must not change while
+    the ranking is used.
     """
 
     def __init__(
@@ -453,7 +452,7 @@ def _numbers(count: int) -> array[int]:
 
 
 def _room_for(num_rows: int) -> _Room:
-    """Spare memory for so many rows, or new memory for a power of two of rows, as rows come and go."""
+    """Spare or new memory for `num_rows` rows. New memory has room for a power of two, since rows come and go."""
     num_fields, size = len(Nodes._fields), num_rows * _CAPACITY
     for _ in range(len(_SPARE)):
         try:
@@ -473,7 +472,7 @@ def _room_for(num_rows: int) -> _Room:
 
 @lru_cache(maxsize=64)
 def _no_salts(num_rows: int) -> array[int]:
-    """A zero for each row; shared, so never written to."""
+    """A zero for each row. The array is shared, so it must not be written to."""
     return array("q", [0] * num_rows)
 
 

@@ -2,8 +2,8 @@
    a thousand small operations, each far cheaper than a tensor operation.
 
    The same proposals give the same tree on every machine. Sums and products have a fixed order, no product is followed
-   by a sum that a compiler could fuse with it, and no mathematical library is called: logarithms are comparisons, and
-   exponentials are computed in integers.
+   by a sum that a compiler could fuse with it, and no mathematical library is called: buckets are found by comparisons,
+   and exponentials are computed in integers.
 
    Functions return OK, NO_MEMORY or OUT_OF_RANGE. The caller owns all memory, except that of a `SuffixIndex`, which
    `graft_index_free` frees. */

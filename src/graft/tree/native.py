@@ -1,7 +1,7 @@
 """ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
 
-The C code is compiled into a shared library beside this file when the package is installed. Calls hold the GIL: they
-take microseconds, and read Python's memory, which must not move meanwhile.
+The C code is compiled into a shared library beside this file when the package is installed. Calls hold the GIL, because
+they take only microseconds and read Python's memory, which must not move meanwhile.
 """
 
 from __future__ import annotations

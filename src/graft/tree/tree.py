@@ -32,7 +32,7 @@ _of_host_chains = lru_cache(maxsize=64)(_of_chains)  # host only: a CUDA graph m
 class DraftTree:
     """B trees of N nodes. Node 0 is the root: the last known token, whose keys and values are not cached yet.
 
-    Invariants: a node stands after its parent, the root is its own parent, and a row's padding comes last.
+    Invariants: a node comes after its parent, the root is its own parent, and a row's padding comes last.
     """
 
     max_depth: int  # no node is deeper
@@ -45,7 +45,7 @@ class DraftTree:
 
     @classmethod
     def roots(cls, tokens: Tensor) -> DraftTree:
-        """Trees [B, 1] of only a root, as in plain decoding."""
+        """Trees [B, 1] of only roots, as in plain decoding."""
         return cls.chain(tokens.unsqueeze(1))
 
     @classmethod

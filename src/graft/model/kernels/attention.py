@@ -6,18 +6,18 @@ any batch. Three rules ensure this:
 - Keys are ordered by position in the node's own text, in blocks and splits with fixed borders. A split is summed block
   after block, and splits are combined in one fixed order.
 - All tiles of query rows have one shape, so a row's numbers do not depend on its place in the tile or on other rows.
-- The prefix and tail kernels apply the same operations to a block, written so that the compiler has no choice. A block
-  of which a row sees nothing leaves the row's sums unchanged.
+- The prefix and tail kernels apply the same operations to a block, written so that the compiler cannot fuse them
+  differently. A block that is fully masked for a row leaves the row's sums unchanged.
 
 If a row's tokens are a chain (a part of a prompt, or a tree with one path), they are stored in the row's pages like
 committed text. Everything before a tile's first token is then prefix for the whole tile.
 
-A tree is cut into strips: runs of nodes down one path, as many as there are leaves, with each node in exactly one. The
-nodes of a strip see the same keys at the same positions, each up to its own, so one tile takes many of them.
+A tree is cut into strips: runs of nodes down one path, one strip per leaf, with each node in exactly one strip. The
+nodes of a strip see the same keys at the same positions, each up to its own, so they can share a tile.
 
-A step is flat: tokens of many rows one after the other, and keys in pages by block table. Neither affects a sum.
-Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch. So a launch can
-be captured in a graph and replayed while the text grows.
+A step is flat: tokens of many rows one after the other, with their keys in pages. This layout does not affect a sum.
+Lengths are read on the device, and kernels are not specialised for a number of tokens, a length or a batch size. So a
+launch can be captured in a CUDA graph and replayed while the text grows.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
 
-PAGE = 64  # slots of a page
+PAGE = 64  # slots per page
 _PAGE = tl.constexpr(PAGE)
 _LOG2_E = 1.4426950408889634
 _TO_LOG2 = tl.constexpr(_LOG2_E)
 # How far back a token sees: everything, a sliding window, or its chunk.
 _ALL, _WINDOW, _CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # arguments that kernels are not specialized for
-# Programs of the prefix and tail kernels over all key heads: more than run at once on a large device.
+# Number of programs of the prefix and tail kernels over all key heads: more than can run at once on a large GPU.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
 _PLANNED_AT_ONCE = 512  # rows, items or tokens in a block of the plan kernel
 
@@ -57,7 +57,7 @@ class Tiles:
     short_split: int = 256
     long_split: int = 1024
     border: int = 4096  # first position of the long splits
-    combined: int = 2048  # numbers that are added up at once when splits are combined
+    combined: int = 2048  # numbers added at once when splits are combined
     warps: int = 4
     prefix_stages: int = 3
     tail_stages: int = 1
@@ -281,7 +281,7 @@ def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, ti
 
 
 def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
-    """Upper bound of the positions of a text that the prefix kernel takes: whole committed blocks, or a whole chain."""
+    """Upper bound of a text's positions in the prefix kernel, which takes whole committed blocks or a whole chain."""
     return max_context + num_tokens if tiles.tokens(group) else max_context // tiles.keys * tiles.keys
 
 
@@ -291,12 +291,12 @@ def _num_splits(layout: Layout, tiles: Tiles) -> int:
 
 
 def _most_tail_splits(layout: Layout, tiles: Tiles) -> int:
-    """Upper bound of a text's splits in the tail kernel: less than a block before the path, and the path."""
+    """Upper bound of a text's splits in the tail kernel, which takes less than a block of prefix, and the path."""
     return (tiles.keys + _longest_path(layout)) // min(tiles.short_split, tiles.long_split) + 2
 
 
 def _longest_path(layout: Layout) -> int:
-    """Upper bound of a path's tokens: they are stored in `paths`, or all in the step."""
+    """Upper bound of a path's tokens: the width of `paths`, or the number of tokens in the step."""
     return max(layout.paths.shape)
 
 
@@ -346,7 +346,7 @@ def _start_of(split: int, SPLITS: tl.constexpr) -> int:
 def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int) -> tl.tensor:
     """The slots, int64, of positions in a row's text, by its block table.
 
-    Padding may be past the end of the table; all its pages are the same.
+    Positions of padding may be past the end of the table; all pages of padding are page 0.
     """
     page = tl.load(table + tl.minimum(index // _PAGE, max_pages - 1), mask=real, other=0)
     return page.to(tl.int64) * _PAGE + index % _PAGE
@@ -354,7 +354,7 @@ def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int)
 
 @triton.jit
 def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """In a chain: the number of the step's tokens that are prefix to the tile of the token at this place; else 0."""
+    """In a chain: the number of the step's tokens before the tile of the token at this place; else 0."""
     if TOKENS == 0:
         return place * 0
     else:
@@ -363,7 +363,7 @@ def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) ->
 
 @triton.jit
 def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, REACH: tl.constexpr) -> int:
-    """Start of the first block that a tile sees: that of the window of the first token after the prefix."""
+    """Start of the first block that a tile sees, given the window of the first token after the prefix."""
     first = 0
     if REACH == _WINDOW:
         first = tl.maximum(prefix - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -374,7 +374,7 @@ def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, REACH: tl.cons
 
 @triton.jit
 def _reaches(positions: tl.tensor, own: tl.tensor, window: int, REACH: tl.constexpr) -> tl.tensor:
-    """Which positions are not too far back for tokens at positions `own`: [rows, BLOCK_N]."""
+    """Which positions are within the window or chunk of tokens at positions `own`: [rows, BLOCK_N]."""
     if REACH == _CHUNK:
         return positions[None, :] >= (own // window * window)[:, None]
     else:
@@ -436,7 +436,7 @@ def _add_block(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One block's step of the online softmax: all arithmetic between the loads and the combination.
+    """One block's step of the online softmax, between loading the block and combining the splits.
 
     Products that are added to something are written as `fma`. Otherwise the compiler might fuse them in one kernel but
     not in the other.
@@ -447,7 +447,7 @@ def _add_block(
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * log2_scale)
-    # Rows that have seen nothing yet have no maximum to subtract; their weights are exp2(-inf) = 0 anyway.
+    # Rows that have seen no key yet have no maximum to subtract; their weights are exp2(-inf) = 0 anyway.
     base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(tl.fma(scores, log2_scale, -base[:, None]))
     rescale = tl.exp2(maximum - base)
@@ -474,7 +474,7 @@ def _combine(
 ) -> tl.tensor:
     """Combine the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] scores of the sinks.
 
-    Splits are combined in groups with fixed borders. A split of which a row sees nothing leaves its sums unchanged.
+    Splits are combined in groups with fixed borders. A split that is fully masked for a row leaves its sums unchanged.
     """
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -535,7 +535,7 @@ def _tiles_and_splits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The number of tiles and of prefix splits of rows: splits of whole committed blocks, or of a whole chain."""
+    """By row, the number of tiles and of prefix splits, which cover whole committed blocks or a whole chain."""
     count = tl.load(counts + row, mask=real, other=0)
     length = tl.load(lengths + row, mask=real, other=0)
     end = length // BLOCK_N * BLOCK_N
@@ -605,8 +605,10 @@ def _strips_of(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """For tokens: the row, the size of the strip piece that ends there, the first split of its tail, and the number of
-    its splits. That number is 0 if no piece ends there, for padding, and if the prefix kernel does the whole row."""
+    """By token: its row; the size, the first tail split and the number of splits of the strip piece that ends there.
+
+    The number of splits is 0 if no piece ends there, for padding, and if the prefix kernel does the whole row.
+    """
     row = tl.load(rows + token, mask=token < num_tokens, other=0)
     in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
     length = tl.load(lengths + row)
@@ -787,7 +789,10 @@ def _prefix_kernel(
     OVERLAPS: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
-    """Attention over whole blocks of prefix, which all tokens of a tile share: some items of the plan, one key head."""
+    """Attention over whole blocks of prefix, which all tokens of a tile share.
+
+    A program takes some items of the plan, for one key head.
+    """
     if is_shut(flag):
         return
     start_next(OVERLAPS)
@@ -894,10 +899,10 @@ def _tail_kernel(
     OVERLAPS: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
-    """Attention of tree nodes over the end of the committed text and their paths: some strips, for one key head.
+    """Attention of tree nodes over the end of the committed text and their paths.
 
-    Continues where the prefix kernel ended. A tile has the nodes of a strip, the deepest first, or a part of one token.
-    Nodes that end before the split write states that nobody reads.
+    A program takes some strips, for one key head, and continues where the prefix kernel ended. A tile has the nodes of
+    a strip, the deepest first, or a part of one token. Nodes that end before the split write states that are not read.
     """
     if is_shut(flag):
         return

@@ -1,8 +1,8 @@
-"""The choice of tokens from logits as Triton kernels: temperature, bias, truncation, keyed noise and argmax.
+"""Sampling as Triton kernels: temperature, bias, top-k, top-p, min-p, keyed noise and argmax.
 
 Importing this module needs Triton. The result is that of `sampler.truncated` and `noise.gumbel_noise`. Nothing is
-sorted, and a token's choice does not depend on the other tokens of a step. Three kernels read the logits once each, and
-a fourth reads what they found:
+sorted, and the choice after a token does not depend on the other tokens of a step. Three kernels read the logits once
+each, and a fourth reads their results:
 
 1. By chunk: the highest score. Rows without truncation are drawn here.
 2. A histogram of the scores below the highest, with the number and the weight of the tokens in each bin. The last
@@ -10,7 +10,7 @@ a fourth reads what they found:
 3. By chunk: tokens inside this range are collected. Those before it are kept, and drawn at once.
 4. By token: the exact cut among the collected tokens, the draw among them, and the best of all.
 
-All sums are sums of whole numbers. So they do not depend on the order in which programs run.
+All sums are sums of integers, so they do not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from graft.model.kernels.scores import (
 )
 
 _CHUNK = 1024  # logits of one program in the first kernel, which has one warp
-_WIDE_CHUNK = 2048  # in the others, which have eight: few registers, so that many programs wait for memory at once
-_ROOM = 2048  # tokens of a row that the last kernel can collect
-_BINS_PER_HALVING = tl.constexpr(64)  # a bin spans 1.1 % of a weight; the last one begins at the 65,000th part
+_WIDE_CHUNK = 2048  # in the others, which have eight warps: few registers each, so that more programs run at once
+_ROOM = 2048  # tokens in the range of the cut that can be collected
+_BINS_PER_HALVING = tl.constexpr(64)  # a bin spans 1.1 % of a weight; the last one begins at 1/65,000 of the highest
 _BEYOND = tl.constexpr(1 << 52)  # above every number of `order_of`
 # A bin holds the sum of its mantissas, and above it the number of tokens.
 _COUNT_SHIFT = tl.constexpr(45)
@@ -69,11 +69,11 @@ def draw(
     min_p: Tensor,  # [R] float32
     out: Tensor,  # [T] int64, written except at padding
     bias: Tensor | None = None,  # [R, V] float32, added to the logits
-    truncates: bool = True,  # False if no row has a top_k, top_p or min_p: then one kernel does the last three's work
+    truncates: bool = True,  # False if no row has a top_k, top_p or min_p: then one kernel replaces the last three
 ) -> None:
     """Choose a token after each token of a step: the highest logit, or a sample of the truncated distribution.
 
-    Work is queued without waiting, and shapes alone decide what is launched: a CUDA graph can hold it.
+    Nothing waits for the device, and what is launched depends only on shapes, so a CUDA graph can capture it.
     """
     num_tokens, vocab_size = logits.shape
     if truncates and vocab_size > ID_MASK.value:
@@ -162,7 +162,7 @@ def _chunk_kernel(
     CLEARED: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The choice of one chunk, or its highest logit where the row truncates. Clears what the next kernels add to."""
+    """Choose from one chunk, or find its highest logit if the row truncates. Clears what the next kernels add to."""
     token, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
@@ -247,7 +247,7 @@ def _histogram_kernel(
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Adds one chunk to its token's histogram. The last program of a token finds the range of the cut."""
+    """Add one chunk to its token's histogram. The last program of a token finds the range of the cut."""
     token, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
@@ -266,13 +266,13 @@ def _histogram_kernel(
     x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
     halvings = halvings_of(scaled_by(x, temperature), highest)
     bins = bins_of(halvings)
-    # The mantissa is shifted here where its low bits are lost, and otherwise when the histogram is read.
+    # Right shifts of the mantissa, which lose low bits, happen here; left shifts when the histogram is read.
     shift = tl.maximum((halvings >> EXP_BITS) - MANTISSA_SHIFT, 0).to(tl.int64)
     entry = (mantissa_of(halvings) >> shift) + _ONE_TOKEN
     is_near = inside & (bins < NUM_BINS - 1)
     own = histogram + token * NUM_BINS
     tl.atomic_add(own + bins, entry, mask=is_near, sem="relaxed")
-    # Most tokens are far below the highest. They share the last bin, so their chunk adds them at once.
+    # Most tokens are far below the highest and share the last bin, so one atomic adds all those of the chunk.
     far = tl.sum(tl.where(inside & (bins == NUM_BINS - 1), entry, 0), axis=0)
     tl.atomic_add(own + NUM_BINS - 1, far, sem="relaxed")
 
@@ -293,13 +293,14 @@ def _find_range(
     vocab_size: tl.tensor,
     ROOM: tl.constexpr,
 ) -> None:
-    """Stores the first and the last bin in which the cut can be, the number and the weight of the tokens before them,
-    the weight of all tokens, and whether there is a cut. Tokens before these bins are kept, those behind them are not.
+    """Find the range of bins in which the cut can be. Tokens before the range are kept, those after it are not.
 
-    The range begins at bin 0 if all tokens up to its end can be collected. It begins at -1 if too many are inside.
+    Stores the first and the last bin, the number and the weight of the tokens before them, the weight of all tokens,
+    and whether there is a cut. The range begins at bin 0 if all tokens up to its end can be collected, and at -1 if it
+    contains too many.
     """
     bins = tl.arange(0, NUM_BINS)
-    entry = tl.load(histogram + bins, cache_modifier=".cg")  # added to by other programs: not from the nearest cache
+    entry = tl.load(histogram + bins, cache_modifier=".cg")  # other programs wrote it, so bypass the L1 cache
     count = (entry >> _COUNT_SHIFT) & _COUNT_MASK
     shift = tl.maximum(-(bins // _BINS_PER_HALVING - MANTISSA_SHIFT), 0).to(tl.int64)
     weight = (entry & _SUM_MASK) << shift
@@ -307,13 +308,13 @@ def _find_range(
 
     has_k, has_p = (top_k > 0) & (top_k < vocab_size), top_p < 1
     k_bin = tl.min(tl.where((counts >= top_k) & has_k, bins, NUM_BINS - 1), axis=0)
-    # At least this weight remains after top-k: it is exact without a top-k.
+    # A lower bound of the weight that remains after top-k; exact without a top-k.
     remaining = tl.sum(tl.where((bins < k_bin) | (has_k == 0), weight, 0), axis=0)
     p_bin = tl.min(tl.where(weights >= share_of(top_p, remaining), bins, k_bin), axis=0)
     p_bin = tl.where(has_p, p_bin, k_bin)
     first, last = p_bin, tl.where(has_k, k_bin, p_bin)
 
-    # One bin more than the logarithm says, which is rounded.
+    # One bin more than the logarithm says, because it is rounded.
     min_bin = tl.where(min_p > 0, -tl.log2(tl.maximum(min_p, 1e-30)) * _BINS_PER_HALVING + 1, NUM_BINS)
     min_bin = tl.minimum(min_bin, NUM_BINS - 1).to(tl.int32)
     has_cut = (has_k | has_p) & (min_bin >= first)
@@ -360,7 +361,7 @@ def _collect_kernel(
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Draws among the tokens of one chunk that are kept for certain, and collects those in the range of the cut."""
+    """Draw among the tokens of one chunk that are certainly kept, and collect those in the range of the cut."""
     token, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
@@ -426,7 +427,7 @@ def _cut_kernel(
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Finds the cut of one token, draws among its collected tokens, and takes the best of all."""
+    """Find the cut of one token, draw among its collected tokens, and take the best of all draws."""
     token = tl.program_id(0)
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
@@ -453,7 +454,7 @@ def _cut_kernel(
         is_real = is_real & (order >= lowest)
     is_kept = is_real & is_likely(weight, least)
     value, choice = best_of(tl.where(is_kept, with_noise(score, ids, key), -INFINITY), ids)
-    # Chunks have drawn among the tokens before the range.
+    # The previous kernel has drawn among the tokens before the range, by chunk.
     chunk = tl.arange(0, CHUNKS)
     place = token * num_chunks + chunk
     kept_value = tl.load(scores + place, mask=chunk < num_chunks, other=-INFINITY)
@@ -474,7 +475,7 @@ def _cut(
     total: tl.tensor,
     vocab_size: tl.tensor,
 ) -> tl.tensor:
-    """The lowest of the tokens that top-k and top-p keep. total: the weight of all tokens, with those not given."""
+    """The lowest token that top-k and top-p keep. total: the weight of all tokens, including those not collected."""
     lowest = tl.min(tl.where(is_real, order, _BEYOND), axis=0)
     highest = tl.max(tl.where(is_real, order, -_BEYOND), axis=0)
     if (top_k > 0) & (top_k < vocab_size):
@@ -487,7 +488,7 @@ def _cut(
 
 @triton.jit
 def _last_of(order: tl.tensor, amount: tl.tensor, goal: tl.tensor, lowest: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """The greatest number for which the amounts from it on reach the goal, by bisection. Those from `lowest` do."""
+    """The greatest number n such that the amounts of orders >= n reach the goal, by bisection. `lowest` must do so."""
     beyond = highest + 1
     while beyond - lowest > 1:
         middle = lowest + (beyond - lowest) // 2
@@ -507,7 +508,7 @@ def _draw_row(
     HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Draws one token by one program, which reads the logits some fifty times: where thousands share a bin."""
+    """Draw one token in one program, which reads the logits about fifty times. Used when thousands share a bin."""
     logits, token_stride, bias, token, row, temperature, highest, vocab_size = inputs
     lowest = tl.full([], -_BEYOND, tl.int64)
     if (top_k > 0) & (top_k < vocab_size):
@@ -538,7 +539,7 @@ def _last_of_row(
     HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """`_last_of` a whole row."""
+    """`_last_of` over a whole row."""
     beyond = tl.full([], _BEYOND, tl.int64)
     while beyond - lowest > 1:
         middle = lowest + (beyond - lowest) // 2
@@ -555,7 +556,7 @@ def _amount_from(
     HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """The number or the weight of a row's tokens from the lowest on."""
+    """The number or the weight of a row's tokens whose order is at least `lowest`."""
     logits, token_stride, bias, token, row, temperature, highest, vocab_size = inputs
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, vocab_size, CHUNK):

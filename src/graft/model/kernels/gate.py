@@ -1,11 +1,11 @@
 """Gates: kernels that return at once if a flag on the device says so. Importing this module needs Triton.
 
-The host does not need to know the flag, so one CUDA graph can hold work that may turn out not to be wanted. Each kernel
-reads the flag when it runs. A skipped kernel costs its launch alone and writes nothing, so whatever reads its outputs
-must lie behind the same gate, or accept any content.
+The host does not need to know the flag, so a CUDA graph can contain optional work, such as later draft passes. Each
+kernel reads the flag when it runs. A skipped kernel costs only its launch and writes nothing, so whatever reads its
+outputs must be behind the same gate, or accept any content.
 
-Only our kernels have gates. PyTorch's operations run in any case: behind a shut gate they must not write to memory that
-lasts, nor take indices from memory that a skipped kernel would have written.
+Only our kernels have gates; PyTorch's operations always run. So behind a gate they must not write to memory that is
+used later, nor take indices from memory that a skipped kernel would have written.
 
 Launches behind a gate do not overlap (see `overlap`). So the kernel that wrote the flag has ended before it is read.
 """
@@ -31,8 +31,8 @@ _flag: ContextVar[Tensor | None] = ContextVar("graft_gate", default=None)
 def under(flag: Tensor) -> Iterator[None]:
     """Context whose kernels return at once if the flag, one int32 on the device, is 0 when they run.
 
-    Of nested gates only the inner one counts. Kernels are compiled for flags whose address is a multiple of 16, as that
-    of every new tensor is, and once more for others.
+    Of nested gates, only the inner one counts. Kernels are compiled a second time for flags whose address is not a
+    multiple of 16.
     """
     if flag.dtype is not torch.int32 or flag.numel() != 1:
         raise ValueError("a gate's flag must be one int32")
@@ -56,7 +56,7 @@ def options() -> dict[str, Any]:
 
 @triton.jit
 def is_shut(flag: tl.tensor | None) -> tl.tensor | tl.constexpr:
-    """Whether the kernel is to return now. Without a gate this is known when the kernel is compiled."""
+    """Whether the kernel should return now. Without a gate, this is a compile-time constant."""
     if flag is None:
         return False
     else:

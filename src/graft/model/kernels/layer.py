@@ -1,7 +1,7 @@
 """Triton kernels of a decoder layer between its matrix products: norms, rotary positions, SiLU. Needs Triton.
 
-Each kernel rounds where transformers' modules round, so results differ only by the order of sums. A token's numbers
-depend on that token alone.
+Each kernel rounds where transformers' modules round, so results differ only by the order of sums. A token's result
+does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight [size].
 
-    total, normed: where to write the two; new tensors if None. Without a delta the total is the stream itself.
+    total, normed: where to write the two results; None: new tensors. Without a delta, the total is the stream itself.
 
-    Without a delta it is the first kernel of a stack of layers. Its launch does not overlap, so all earlier writes are
-    complete (see `overlap`).
+    The first kernel of a stack of layers has no delta. Its launch does not overlap, so it sees all earlier writes (see
+    `overlap`).
     """
     num_tokens, size = stream.shape
     if delta is None:

@@ -1,11 +1,11 @@
 """Exact matrix products of few tokens and large weights, as a Triton kernel. Importing this module needs Triton.
 
 A token's result does not depend on the other tokens: every sum is one chain of matrix instructions, from the first
-input to the last. The tile size changes no bit, so tiles are chosen for speed, also by the number of tokens. PyTorch's
-products split their sums by the number of tokens, so their last bits depend on it.
+input to the last. The tile size changes no bit, so tiles are chosen only for speed. PyTorch splits its sums depending
+on the number of tokens, which changes the last bits.
 
-The product with gates and ups includes the activation: a program computes the gates and the ups of the same neurons,
-and rounds them as if they were stored in between.
+The product with gate and up weights includes the activation: a program computes gate and up of the same neurons, and
+rounds them as if they were stored in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import gated
 from graft.model.kernels.overlap import after_previous, start_next
 
-FEW = 2048  # up to so many tokens the kernel is about as fast as PyTorch's
-_LARGE = 2**22  # for weights with at least so many numbers
+FEW = 2048  # the kernel is about as fast as PyTorch's for up to this many tokens
+_LARGE = 2**22  # and weights of at least this many numbers
 _PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # an H200's, used without a GPU
 # (outputs, tokens) of a tile: (inputs of a block, warps). Instructions add a block's inputs one after the other.
 _TILES = {
@@ -99,13 +99,14 @@ def _rated_tiles(
         rounds, left = divmod(columns * rows, processors)
         time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
         if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > least:
-            # The last round would have few tiles, and is faster with twice as many half tiles. (With few tokens,
-            # reading the weights dominates, and halves do not help.)
+            # The last wave would have few tiles, and is faster with twice as many half tiles. (With few tokens, reading
+            # the weights dominates, and halves do not help.)
             num_whole = rounds * processors // columns
             time += _time_of(outputs // 2, tokens, missing)
         elif left:
             time += _time_of(outputs, tokens, missing)
-        # A single program on a processor loads many blocks at once. Of two, one works while the other starts or ends.
+        # If a processor has one program, it should load many blocks ahead. If it has two, they share the memory, and
+        # one works while the other starts or ends.
         memory = shared_memory if columns * rows <= processors or outputs > 128 else shared_memory // 2
         size = (outputs + tokens) * dtype.itemsize
         while inputs > 64 and (num_inputs % inputs or memory < 3 * size * inputs):
@@ -115,7 +116,7 @@ def _rated_tiles(
 
 
 def _time_of(outputs: int, tokens: int, missing: int) -> float:
-    """Nanoseconds of a block of 64 inputs, measured on an H200. Loads past the last token are slow."""
+    """Nanoseconds for a block of 64 inputs, measured on an H200. Loads past the last token are slow."""
     return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
 
 
@@ -123,7 +124,7 @@ class Products:
     """Matrix products of one device, by the kernel or by PyTorch."""
 
     def __init__(self, device: torch.device, always: bool = False) -> None:
-        """always: use the kernel whenever it can run; else behind gates and if it is about as fast as PyTorch."""
+        """always: use the kernel whenever it can run. Otherwise only behind gates, or if it is as fast as PyTorch."""
         self._always = always
         self._processors, self._shared_memory = _PROCESSORS, _SHARED_MEMORY
         self._by_descriptor = True  # load blocks by tensor descriptors, which newer devices support
@@ -148,7 +149,7 @@ class Products:
     def multiply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None, is_gated: bool = False
     ) -> Tensor:
-        """The product by the kernel. tile: None: the fastest. is_gated: the result of `activate`; without a bias."""
+        """The product by the kernel. tile: None: the fastest. is_gated: compute `activate`, without a bias."""
         assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         shape = (num_outputs, num_inputs)
@@ -218,8 +219,10 @@ def _product_kernel(
     OVERLAPS: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
-    """Compute one tile. A row's last tile ends with the last token, since loads past it are slow. Tokens that it shares
-    with the previous tile get the same bits twice."""
+    """Compute one tile. The last tile ends at the last token, since loads past it are slow.
+
+    So it may overlap with the previous tile; the shared tokens get the same bits twice.
+    """
     if is_shut(flag):
         return
     start_next(OVERLAPS)
@@ -251,8 +254,11 @@ def _tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute a tile. Weights are the rows of the matrix instructions, which have at least 64 rows and at least 8
-    columns. Only instructions of one kind give the same bits, so no tile has fewer than 64 outputs, or gates."""
+    """Compute a tile. Weights are the rows of the matrix instructions, tokens the columns.
+
+    Instructions have at least 64 rows and at least 8 columns. Only instructions of one kind give the same bits, so no
+    tile has fewer than 64 outputs or gates.
+    """
     num_tokens, num_outputs, num_inputs = sizes
     HAS_BIAS: tl.constexpr = flags[0]
     IS_GATED: tl.constexpr = flags[1]

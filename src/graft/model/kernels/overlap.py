@@ -8,9 +8,9 @@ previous one has ended (programmatic dependent launch). Such a kernel
 - waits, in all its programs, before it reads what other kernels wrote and before it writes anything
   (`wait_for_previous`).
 
-Each kernel waits for the previous one, which has waited too. So after the wait, all earlier kernels have ended. Before
-the wait, kernels back to the last usual launch may still run. A usual launch starts when all earlier kernels have
-ended, and later ones start when it has ended.
+Each kernel waits for the previous one, which has waited too. So after the wait, all earlier kernels have ended. A usual
+launch starts when all earlier kernels have ended, and later ones start when it has ended. So before the wait, at most
+the kernels since the last usual launch may still run.
 
 Results have the same bits with and without overlap. It is faster if layers are small (docs/benchmarks.md).
 """
@@ -41,8 +41,8 @@ _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", defaul
 def launches(are_worth_it: bool) -> Iterator[None]:
     """Context in which launches overlap if possible and worth it, and not behind a gate.
 
-    Kernels read layout and plan before they wait. So these must be written before, and the first launch inside must be
-    a usual one, which waits for those writes.
+    Kernels read layout and plan before they wait. So these must be written before the context, and its first launch
+    must be a usual one, which waits for those writes.
     """
     token = _is_worth_it.set(are_worth_it)
     try:
@@ -89,8 +89,8 @@ def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
 def after_previous(index: tl.tensor, place: tl.tensor) -> tl.tensor:
     """Return the index after all earlier kernels have ended: for loads in a loop whose first `place` is 0.
 
-    Only loads whose address depends on the result come after the wait; other loads of a pipelined loop need not. So the
-    compiler may treat it as pure. A kernel that waits like this may write nothing that does not depend on such loads.
+    Only loads whose address depends on the result come after the wait; the compiler may move other loads of the loop
+    before it. A kernel that waits like this must write nothing that does not depend on such loads.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p griddepcontrol.wait; mov.u32 $0, $1; }",

@@ -1,4 +1,4 @@
-"""Functions that the kernels of `draw` share: logits and their noise, and weights of scores as whole numbers."""
+"""Functions that the kernels of `draw` share: logits and their noise, and weights of scores as integers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load_logits(
 
 @triton.jit
 def scaled_by(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    return tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which draws rows that the host walks
+    return tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which samples in host rounds
 
 
 @triton.jit
@@ -77,21 +77,21 @@ def with_noise(score: tl.tensor, ids: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def best_of(score: tl.tensor, ids: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The highest score and its token; of equal ones the first."""
+    """The highest score and its token; among equals, the first token."""
     value = tl.max(score, axis=0)
     return value, tl.min(tl.where(score == value, ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
 def store_choice(out: tl.tensor, value: tl.tensor, token: tl.tensor) -> None:
-    """Where all scores are minus infinity, or one is not a number, the choice is token 0."""
+    """Store the chosen token; 0 if all scores are minus infinity or one is NaN."""
     is_real = (value > -INFINITY) & (token != NO_TOKEN)
     tl.store(out, tl.where(is_real, token, 0).to(tl.int64))
 
 
 @triton.jit
 def halvings_of(score: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """How often a weight is half of the highest, in parts of 2^25: `sampler.weights`, first part."""
+    """How many times a weight is half of the highest, in units of 2^-25: first part of `sampler.weights`."""
     below = tl.where(score == highest, 0.0, highest - score)  # infinities are equal to themselves
     below = tl.minimum(below, _LOWEST)
     units = (below * 67108864.0).to(tl.int32).to(tl.uint32)  # in parts of 2^26
@@ -100,7 +100,7 @@ def halvings_of(score: tl.tensor, highest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def mantissa_of(halvings: tl.tensor) -> tl.tensor:
-    """2^-f of the halvings' fraction f, in parts of 2^26."""
+    """2^-f of the halvings' fraction f, in units of 2^-26."""
     fraction = (halvings << (32 - EXP_BITS)).to(tl.uint32, bitcast=True)
     power = tl.zeros_like(fraction)
     for term in tl.static_range(_NUM_TERMS):
@@ -110,7 +110,7 @@ def mantissa_of(halvings: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def weights_of(halvings: tl.tensor) -> tl.tensor:
-    """`sampler.weights`, second part."""
+    """Second part of `sampler.weights`."""
     return (mantissa_of(halvings) << MANTISSA_SHIFT) >> (halvings >> EXP_BITS).to(tl.int64)
 
 
@@ -133,7 +133,7 @@ def share_of(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def order_of(score: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Whole numbers in the order of the tokens: by score, and of equal scores the first token is the greatest."""
+    """Integers in the order of the tokens: by score; among equals, the first token is the greatest."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0: they are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << _ID_BITS) | (ids ^ ID_MASK).to(tl.int64)

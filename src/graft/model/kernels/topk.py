@@ -1,7 +1,7 @@
 """Top-k over logits as Triton kernels. Importing this module needs Triton.
 
-A row of logits is split into chunks, which are searched in parallel and compared afterwards. Of equal logits the first
-token wins, so a row's choice does not depend on other rows.
+A row of logits is split into chunks, which are searched in parallel and then merged. Among equal logits the first token
+wins, so a row's choice does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from graft.model.kernels.gate import is_shut
 from graft.tree.device.noise import DraftDraws, draft_noise
 
 _CHUNK = 1024  # logits that one warp ranks without synchronization
-_FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
+_FEW = tl.constexpr(16)  # up to this k, the highest are taken one by one; above, sorting is faster
 
 
 def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32, and the logsumexp [R].
 
-    V must be at least k. draws: of S texts, where R is a multiple of S. With them, logits / T + noise are ranked
-    instead of the logits of sampled texts. The kernel computes the noise itself: stored, it would take as much memory
-    as the logits.
+    V must be at least k. draws: of S texts, where R is a multiple of S. With them, sampled texts are ranked by
+    logits / T + noise. The kernel computes the noise itself, which would take as much memory as the logits if stored.
     """
     num_rows, vocab_size = logits.shape
     num_chunks, kept = triton.cdiv(vocab_size, _CHUNK), triton.next_power_of_2(k)
@@ -77,7 +76,7 @@ def _store_highest(
             tl.store(values + rank, _logit_of(value))
             ordered = tl.where(ids == token, -0x80000000, ordered)  # below all logits
     else:
-        # Logit and id as one number: of equal logits, the first id gives the greater number.
+        # Logit and id as one number, which is greater for the first of equal logits.
         keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         sorted_keys, rank = tl.topk(keys, KEPT), tl.arange(0, KEPT)
         tl.store(tokens + rank, 0x7FFFFFFF - (sorted_keys & 0xFFFFFFFF).to(tl.int32), mask=rank < K)

@@ -38,12 +38,12 @@ class TargetTopK:
     logits: Tensor  # [B, W, k] float32, of the successors
     before: Sequence[int]  # [B] the token before each root
     earlier: Sequence[int]  # [B] the token before that
-    salts: Sequence[int]  # [B] of the owner or text, 0 for all: entries are found under their own salt only
-    is_text: bool = False  # a chunk, where later tokens count more; in a tree they count less
+    salts: Sequence[int]  # [B] of the owner or text, whose lookups find the entries; 0: found by all
+    is_text: bool = False  # whether it is a chunk: of equal n-grams, the last one counts; in a tree, the first
 
     @classmethod
     def of_chunk(cls, verified: VerifyOutput, preceding: Sequence[int], salt: int = 0) -> TargetTopK:
-        """Of a prefilled chunk of one prompt. preceding: the tokens before it, of which the last two are used."""
+        """Successors in a prefilled chunk of a prompt. preceding: the tokens before it, of which two are used."""
         chain = DraftTree.chain(verified.tokens)
         columns = (chain.tokens, chain.parents, chain.sources, *verified.likeliest())
         return cls(*columns, *before_roots([[*preceding, NO_TOKEN]]), salts=[salt], is_text=True)
@@ -52,7 +52,7 @@ class TargetTopK:
     def of_trees(
         cls, verified: VerifyOutput, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Sequence[int]
     ) -> TargetTopK:
-        """Of verified trees. histories: the texts, whose last tokens are the roots."""
+        """Successors in verified trees. histories: the texts, whose last tokens are the roots."""
         columns = (tree.tokens, tree.parents, tree.sources, *verified.likeliest())
         return cls(*columns, *before_roots(histories), salts=salts)
 
@@ -81,7 +81,7 @@ class Retriever(Learner, Protocol):
 
     prior: Tensor  # [sources, buckets] P(accepted | parent accepted) before any observation
     sampled_prior: Tensor  # the same in sampled rows, whose text repeats earlier text less often
-    splits_by_noise: bool  # whether each bucket is split by the token's noise, in sampled rows; else the score has it
+    splits_by_noise: bool  # whether buckets of sampled rows are split by noise; False: the score includes the noise
 
     def propose(
         self, candidates: Candidates, histories: Sequence[History], first: int, acceptance_probs: Tensor, max_depth: int

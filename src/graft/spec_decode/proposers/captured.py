@@ -1,9 +1,9 @@
 """Base of the drafters whose passes are CUDA graphs.
 
-Entries of all rows are flat, as tokens are in a step of the target. One kind of graph, `read`, runs the head on entries
-from the target's hidden states, and writes them to the head's KV store. The passes of a round are the subclass's own.
-Rounds that the device makes by itself run both inside their graphs. In rounds of the host each is a graph, and the host
-waits for the result of each pass. Without a GPU the same code runs, and calls what would be replayed.
+An entry is one token in the head's KV store. Entries of all rows are flat, like the tokens of a target step. The graph
+`read` runs the head on new entries, from the target's hidden states. Subclasses define the graphs of draft passes.
+Device rounds include both in their own graphs. In host rounds each is a graph of its own, and the host waits for the
+result of each pass. Without a GPU, the same code runs and calls the functions instead of replaying graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ B = TypeVar("B", bound=DraftBuffers)
 class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     """Drafts by CUDA graphs.
 
-    A subclass also inherits from the eager drafter of its head, which takes over if nothing can be captured.
+    A subclass also inherits from the eager drafter of its head, which takes over if captures fail.
     """
 
     contexts: tuple[int, ...] = CONTEXTS
@@ -58,11 +58,11 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
 
     @abstractmethod
     def _enter(self, buffers: B, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
-        """Run the head on entries with the target's features [E, taps * H_t], before tokens [E]; within a graph."""
+        """Run the head, within a graph, on entries with the target's features [E, taps * H_t] and next tokens [E]."""
 
     @abstractmethod
     def _shape_of(self, num_rows: int, keep: int | None, knows_draws: bool = False) -> Any:
-        """The shape of a round's passes, a part of their graphs' keys."""
+        """The shape of a round's passes, which is part of the keys of their graphs."""
 
     @abstractmethod
     def _replay_pass(self, buffers: B, shape: Any, number: int, context: int) -> None:
@@ -83,7 +83,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             return super().open(cache)
         with captures.lock, cache.pool.lock:
             self.store_for(cache.pool)
-            # Entries of a prefix from the prefix cache are in the shared pages.
+            # If a prefix comes from the prefix cache, its entries are in the shared pages.
             state = CapturedState(self, cache.pool, [CapturedRow(row, row.length) for row in cache.rows])
             buffers = self._buffers_of(cache.pool)
             for row in cache.rows:  # clear what the row's previous owner left
@@ -92,7 +92,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             if captures.num_captured == 0:
                 try:
                     self._try(state)
-                except Exception as error:  # compilers and drivers raise anything
+                except Exception as error:  # compilers and drivers may raise any type
                     if is_out_of_memory(error):
                         raise
                     captures.failure = first_line(error)
@@ -103,7 +103,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return state
 
     def copy_table_row(self, pool: PagePool, source: int, target: int) -> None:
-        """Copy what the device keeps for one row of the block tables to another."""
+        """Copy the drafter's device state of one row of the block tables to another row."""
         with self._captures.lock, pool.lock:
             for kept in self._buffers_of(pool).by_table_row:
                 kept[target] = kept[source]
@@ -132,7 +132,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return self._read(state.pool, state.rows, verified, tokens, sources)
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
-        """Capture the graphs that read prompts. Passes of the host's rounds are captured at their first use."""
+        """Capture the graphs that read prompts. Passes of host rounds are captured at first use."""
         cache = target.open(1, num_slots=PAGE)
         try:
             state = self.open(cache)
@@ -155,7 +155,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return isinstance(state, CapturedState)
 
     def prepare_pool(self, pool: PagePool) -> int:
-        """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""
+        """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
         return self._unowned(pool).number
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
@@ -167,10 +167,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         by_entry = ByEntry(entries.rows, entries.places, entries.tokens, entries.nodes)
         self._run_entries(buffers, by_row, by_entry, context, hidden)
 
-    # Rounds of the host
+    # Host rounds
 
     def _make_pass(self, state: CapturedState, roots: Tensor, shape: Any, number: int, draws: ComingDraws | None) -> B:
-        """Launch a pass of a round. If another state has used the buffers since the last pass, all passes are made."""
+        """Launch a pass of a round. If another state has used the buffers since the last pass, all are run again."""
         buffers = self._buffers.get(state.pool)
         is_own = buffers is not None and buffers.owner() is state and buffers.num_resized == state.pool.num_resized
         first = number
@@ -195,7 +195,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return buffers
 
     def _load_draws(self, buffers: B, seeds: Tensor, temperatures: Tensor) -> None:
-        """Set what passes know of the first rows' coming draws."""
+        """Set the coming draws of the first rows, for passes that use them."""
         buffers.seeds[: len(seeds)].copy_(seeds)
         buffers.temperatures[: len(seeds)].copy_(temperatures / self.sharpness)
 
@@ -207,9 +207,9 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         tokens: Sequence[Sequence[int]],
         sources: Sequence[Sequence[int]],
     ) -> None:
-        """Run the head on new entries, for which pages exist: the target has written the same tokens.
+        """Run the head on new entries. Their pages exist, because the target has written the same tokens.
 
-        By row: the token after each entry, and the place in the step of the token whose features it takes.
+        By row: the token after each entry, and the index in the step of the token whose features it takes.
         """
         with self._captures.lock, pool.lock:
             buffers = self._unowned(pool)
@@ -254,7 +254,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return buffers
 
     def _unowned(self, pool: PagePool) -> B:
-        """The buffers over a pool. What a round of the host has in them is overwritten."""
+        """The buffers over a pool, to be overwritten: a host round that uses them must run its passes again."""
         buffers = self._buffers_of(pool)
         buffers.owner = lambda: None
         return buffers
@@ -266,7 +266,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             self._captures.forget()
 
     def _hidden_of(self, buffers: B, verified: VerifyOutput) -> Tensor:
-        """The target's whole buffer of hidden states. Drops graphs that read another one."""
+        """The target's buffer of hidden states. Drops graphs that read another buffer."""
         hidden = verified.hidden
         if not verified.is_captured:
             return hidden
@@ -287,7 +287,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         moving: Sequence[Tensor] = (),
         is_static: bool = True,
     ) -> None:
-        """is_static: the inputs keep their addresses, so that a graph can be captured."""
+        """Replay or run work. is_static: the inputs keep their addresses, so that a graph can be captured."""
         with on_device(self._captures.device):
             step = self._captures.captured((buffers.number, *kind), run, moving) if is_static else run
             step()
@@ -319,7 +319,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         self._enter(buffers, features.to(self._weight.dtype), entries.tokens, by_row, layout)
 
     def _try(self, state: CapturedState) -> None:
-        """Capture the graphs of a round, over padding, to see whether the head can be captured."""
+        """Capture the graphs of a round on padding rows, to see whether the head can be captured."""
         buffers, context, size = self._buffers_of(state.pool), self._context(state.rows), ENTRIES[0]
         buffers.round.load(ByRow(), ByEntry(), size)
         hidden = self._weight.new_zeros(1, self._weight.shape[1])

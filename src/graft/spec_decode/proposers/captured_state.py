@@ -1,4 +1,4 @@
-"""Draft state of drafters by CUDA graphs: what the host knows of the rows."""
+"""The host's draft state for drafters by CUDA graphs."""
 
 from __future__ import annotations
 

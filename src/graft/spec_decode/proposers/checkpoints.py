@@ -1,6 +1,6 @@
 """Files of draft heads of any kind: find, read, check and write them.
 
-The names in configs and of tensors are in `eagle3/layouts.py` and `block/layouts.py`. Nothing is guessed or skipped: a
+The names of config keys and tensors are in `eagle3/layouts.py` and `block/layouts.py`. Nothing is guessed or skipped: a
 head is complete and fits its target, or an error says in one line what is wrong.
 """
 
@@ -33,7 +33,7 @@ Place = tuple[str, ...]  # the keys that lead to a value of config.json
 MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
 HEAD_FILES = ("config.json", "*.safetensors", "*.bin", MASK_FILE)
 VOCABULARY = {"d2t", "t2d"}  # buffers, which may be missing in a file
-CONFIDENCE_TENSORS = {"confidence_head.proj.weight", "confidence_head.proj.bias"}  # calibration takes their place
+CONFIDENCE_TENSORS = {"confidence_head.proj.weight", "confidence_head.proj.bias"}  # replaced by our calibration
 # The others are copies of the target's weights, which some versions of speculators save for training.
 UNUSED_TENSORS = CONFIDENCE_TENSORS | {"verifier_lm_head.weight", "verifier_norm.weight"}
 _HEADER = 2**16  # most bytes of a file besides its tensors: names, shapes, offsets
@@ -231,7 +231,7 @@ def agreed(config: Json, places: Collection[Place]) -> Any:
 
 
 def agreed_layers(config: Json, places: Mapping[Place, bool]) -> tuple[int, ...] | None:
-    """The target layers whose inputs are read. places: whether the numbers there count outputs or inputs."""
+    """The target layers whose inputs are read. places: True where the numbers count outputs, False for inputs."""
     found: dict[str, tuple[int, ...]] = {}
     for keys, counts_outputs in places.items():
         if layers := value_at(config, keys):

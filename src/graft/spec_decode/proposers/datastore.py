@@ -13,7 +13,7 @@ from graft.spec_decode.proposers.base import History, TargetTopK
 from graft.tree.candidates import Candidates, Columns
 
 _NUM_LENGTHS = 5  # score buckets by match length: from 2, 4, 8, 16, 32 tokens
-_SHARES = (0.15, 0.35, 0.6, 0.85)  # and by share of the occurrences: limits between them
+_SHARES = (0.15, 0.35, 0.6, 0.85)  # limits between score buckets by share of the occurrences
 
 
 class DatastoreLookup:
@@ -22,7 +22,7 @@ class DatastoreLookup:
     names: tuple[str, ...] = ("datastore",)
     common: tuple[str, ...] = names
     splits_by_noise = True
-    # Measured on held-out source code (docs/datastore.md). High values are lowered: a model is less predictable.
+    # Measured on held-out source code (docs/datastore.md). High values are lowered, as a model is less predictable.
     prior = torch.tensor(
         [
             # share below .15, .35, .6, .85, above
@@ -92,7 +92,7 @@ def _score_buckets(match: int, num_read: int, chain: Continuation) -> list[int]:
     """The score bucket of every token of a continuation, by match length and share of occurrences."""
     buckets = []
     for depth, (reached, agree) in enumerate(zip([num_read, *chain.counts], chain.counts, strict=False)):
-        # A deeper token matters only if those before it were accepted, and then the match is longer.
+        # A deeper token matters only if those before it are accepted, and then the match is longer.
         length = min((match + depth).bit_length() - 2, _NUM_LENGTHS - 1)
         # One more occurrence counts as disagreeing, so that a share of few occurrences is worth less.
         share = agree / (reached + 1)

@@ -18,17 +18,17 @@ from graft.tree.device.noise import DraftDraws
 
 # Numbers of entries that graphs are captured for.
 ENTRIES = (4, 16, 64, 128, 256, 512, 1024, 2048)
-_TRANSFERS = 8  # to the device that may be under way; if they were too few, the host would wait for it
+_TRANSFERS = 8  # host buffers, used in turns; with too few, the host would wait for the device
 
 Numeric = np.ndarray | Sequence[int]
 
 
 class ByRow(NamedTuple):
-    """Inputs of a graph by row, [R + 1] int32. Padding is zero: row 0 of the block tables belongs to no text."""
+    """Inputs of a graph by row, [R + 1] int32. Padding is zero, since row 0 of the block tables is reserved."""
 
     table_rows: Any = ()  # rows of the block tables
     roots: Any = ()  # the last token of each row's text
-    starts: Any = ()  # entries of the row that were run before
+    starts: Any = ()  # number of the row's earlier entries
     begins: Any = ()  # the row's first entry among those to run
     counts: Any = ()  # entries to run
     lengths: Any = ()  # entries when a pass is run
@@ -50,7 +50,7 @@ class Numbers:
         self._num_by_row = round_up(max_rows + 1)
         size = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * round_up(max_entries)
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
-        # Several, so that the host need not wait for the previous transfer.
+        # Several buffers, so that the host need not wait for the previous transfer.
         self._here = [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
         self._turns = itertools.cycle(self._here)
 
@@ -64,7 +64,7 @@ class Numbers:
         return ByEntry(*(part[:size] for part in self._entries_of(self._there, size)))
 
     def load(self, by_row: ByRow, by_entry: ByEntry, size: int) -> None:
-        """Send rows and entries. Entries are padded to `size`, as those of the first padding row."""
+        """Send rows and entries. Entries are padded to `size`; padding belongs to the first padding row."""
         here, loaded = next(self._turns)
         loaded.wait()
         array = here.numpy()
@@ -89,10 +89,10 @@ class Numbers:
 
 
 class DraftBuffers:
-    """Static tensors of a drafter's graphs over one page pool, except those of its passes."""
+    """Static tensors of a drafter's graphs over one page pool. Subclasses add those of draft passes."""
 
     def __init__(self, pool: PagePool, store: KVStore, rotary: Rotary, number: int, num_passes: int) -> None:
-        """number: identifies the buffers in keys of graphs. num_passes: the most of a round."""
+        """number: identifies the buffers in keys of graphs. num_passes: the most passes of a round."""
         device = pool.device
         self.max_rows = padded(pool.num_table_rows, ROWS)
         self.max_entries = max(padded(self.max_rows, ENTRIES), ENTRIES[-1])  # that one graph runs
@@ -102,18 +102,18 @@ class DraftBuffers:
         self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
         self.rotary = rotary
         self.round = Numbers(self.max_rows, self.max_entries, device)
-        # Of the rows' coming draws, where passes know them.
+        # Seeds and temperatures of the rows' coming draws, for passes that use them.
         self.seeds = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(self.max_rows, device=device)
-        # No tree: entries of the text see all entries before them.
+        # All zeros, since there is no tree: entries of the text see all entries before them.
         self.paths = torch.zeros(self.max_entries, 1, dtype=torch.int32, device=device)
-        # The state whose rows are in `round` and in the passes. Other states make their passes again.
+        # The state whose rows are in `round` and in the passes. Other states must run their passes again.
         self.owner: Callable[[], object | None] = lambda: None
         self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
 
     @property
     def by_table_row(self) -> tuple[Tensor, ...]:
-        """What is kept by row of the block tables."""
+        """Tensors of state that is kept by row of the block tables."""
         return ()
 
     def draws(self, rows: int, to_target: Tensor) -> DraftDraws:
@@ -122,13 +122,13 @@ class DraftBuffers:
         return DraftDraws(self.seeds[:rows], self.temperatures[:rows], lengths, to_target)
 
     def take(self, other: DraftBuffers) -> None:
-        """Take over what other buffers kept of the rows."""
+        """Copy the rows' state from other buffers."""
         for own, old in zip(self.by_table_row, other.by_table_row, strict=True):
             own[: len(old)] = old
 
 
 def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For flat items, `counts` by row: the row of each, its place in the row, and each row's first item."""
+    """For flat items, `counts` per row: the row of each item, its place in the row, and each row's first item."""
     counts = np.asarray(counts, dtype=np.int64)
     begins = counts.cumsum() - counts
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -107,7 +107,7 @@ def layer_shape(target: PreTrainedConfig) -> dict[str, Any]:
 
 
 class DraftHead(nn.Module):
-    """Base of the networks: token embedding and draft vocabulary, which both may be the target's."""
+    """Base of the networks: token embedding and draft vocabulary, each of which may be the target's."""
 
     config: HeadConfig
     fc: nn.Linear  # of the target's features

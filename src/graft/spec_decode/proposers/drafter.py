@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
     from graft.tree.device.round import Entries
 
-KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
+KEPT_OF_A_LEVEL = 24  # the likeliest drafted nodes of a depth, which become candidates; others are never verified
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DraftState(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """By row, how many tokens have all their keys and values in the pages: the target's and the drafter's."""
+        """By row, how many tokens have the keys and values of both the target and the drafter in the pages."""
 
     def select(self, rows: Sequence[int]) -> Self:
         """The state of these rows, in this order."""
@@ -52,7 +52,7 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """A draft model that proposes trees pass by pass. `state` is what its own `open` returned."""
+    """A draft model that proposes trees pass by pass. `state` arguments come from its own `open`."""
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; empty if it reads tokens only
 
@@ -94,7 +94,7 @@ class Drafter(Protocol):
         """
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
-        """Do beforehand the one-time work, such as graph captures, that would make the first requests wait.
+        """Do one-time work now, such as graph captures, so that the first requests need not wait for it.
 
         max_rows: of the largest batch.
         """
@@ -111,9 +111,9 @@ class Drafter(Protocol):
     ) -> Iterator[Sequence[Level]]:
         """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
 
-        keep: nodes to yield of each level, likeliest first; there are then at most so many beams. All nodes, in any
-        order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
-        draws: what is known of the coming draws. With it q is the probability that a token is drawn, noise included.
+        keep: number of nodes to yield per level, likeliest first, which also limits the beams; None: all nodes, in any
+        order. With 1 the tree is a chain: each node is the likeliest child of the previous one.
+        draws: what is known of the coming draws. With it, q is the probability that a token is drawn, given its noise.
         """
 
     def learn(
@@ -124,16 +124,16 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class PassesOnDevice:
-    """The draft passes of a round that the device makes by itself, of R rows with padding."""
+    """The draft passes of a device round, of R rows including padding."""
 
     pool: PagePool
-    num_passes: int  # the most
+    num_passes: int  # the most passes
     table_rows: Tensor  # [R] rows of the block tables
-    lengths: Tensor  # [R] entries of each
+    lengths: Tensor  # [R] entries of each row in the head's KV store
     roots: Tensor  # [>= R] the last tokens of the texts
     context: int  # the longest text that the graph is for
     made: Tensor  # [> passes] int32: whether each pass is made
-    draws: tuple[Tensor, Tensor] | None  # [>= R] seeds and temperatures of coming draws, if drafts may know them
+    draws: tuple[Tensor, Tensor] | None  # [>= R] seeds and temperatures of coming draws, if drafts use them
 
     @property
     def num_rows(self) -> int:
@@ -141,16 +141,16 @@ class PassesOnDevice:
 
 
 class DrafterOnDevice(Drafter, Protocol):
-    """A drafter whose passes can be a part of rounds that the device makes by itself."""
+    """A drafter whose passes can be part of device rounds."""
 
     def is_captured(self, state: Any) -> bool:
-        """Whether the passes of this state can be captured. If so its `rows` have a `length` and a `root` each."""
+        """Whether the passes of this state can be captured. If so, each of its `rows` has a `length`."""
 
     def prepare_pool(self, pool: PagePool) -> int:
-        """Make the buffers over a pool, before graphs that use them. Returns a number that changes with them."""
+        """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
 
     def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        """By pass: the nodes of a row that it gives."""
+        """By pass: the number of nodes that it gives each row."""
 
     def beams_of(self, num_rows: int) -> int:
         """Nodes of a level that the next pass expands."""
@@ -158,19 +158,19 @@ class DrafterOnDevice(Drafter, Protocol):
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         """Run the passes within a graph, each only if its flag in `asked.made` is set when it runs.
 
-        The first may run in any case, since the host knows its flag. add_level: takes a pass's number, and tokens,
-        parents and probabilities of its nodes, depth by depth; it sets the flag of the next pass.
+        The first may run unconditionally, since the host knows its flag. add_level: takes a pass's number, and the
+        tokens, parents and probabilities of its nodes, depth by depth. It sets the flag of the next pass.
         """
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
         """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
 
     def read_chunks(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
-        """Prefill the chunks of one step together; each is what `read` takes."""
+        """Prefill the chunks of one step together; each is a tuple of `read`'s arguments."""
 
 
 class LevelByLevel(ABC):
-    """Base of drafters whose passes give one level each: the children of the beams of the level before."""
+    """Base of drafters whose passes give one level each: the children of the previous level's beams."""
 
     settings: TreeSettings
 
@@ -205,7 +205,7 @@ class LevelByLevel(ABC):
         keep: int | None = None,
         draws: ComingDraws | None = None,
     ) -> Iterator[Level]:
-        """`Drafter.passes`, with the one level of each pass."""
+        """`Drafter.passes`, as the single level of each pass."""
 
     def passes(
         self,
@@ -227,7 +227,7 @@ def likeliest(
 ) -> tuple[Tensor, Tensor]:
     """The places of the `topk` likeliest tokens in a drafter's logits [B, F, V] of one depth, and their q.
 
-    draws: what is known of the coming draws. tokens: [V] the target's ids of the logits; None: they are the places.
+    draws: what is known of the coming draws. tokens: [V] the target ids of the logits; None: equal to their places.
     sharpness: see `ComingDraws.perturbed`.
     """
     if draws is not None:
@@ -238,7 +238,7 @@ def likeliest(
 
 
 class BeamSearch:
-    """Beam search: each pass expands the likeliest nodes of the level before, the beams."""
+    """Beam search: each pass expands the beams, the likeliest nodes of the previous level."""
 
     def __init__(self, num_rows: int, topk: int, keep: int | None, device: torch.device) -> None:
         """topk: number of beams, and children of each. keep: see `Drafter.passes`."""
@@ -270,5 +270,5 @@ class BeamSearch:
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:
-    """One-time set-ups, such as graph captures, done so far. Rounds that include one do not count for timing."""
+    """Number of one-time set-ups so far, such as graph captures. Rounds that include one are not timed."""
     return target.num_setups + (drafter.num_setups if drafter is not None else 0)

@@ -1,7 +1,7 @@
 """Base of the drafters that run a head eagerly: rows, pending features, a KV store in the target's pages.
 
-The head's KV store holds one entry for each token of the text, made from the target's features of it. Drafting writes
-after these entries, and the next round overwrites that.
+The head's KV store holds one entry for each token of the text, made from the target's features of it. Drafts are
+written after these entries, and the next round overwrites them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EagerState(Generic[R]):
 class EagerDrafter(ABC, Generic[R]):
     """Base of the drafters of heads, for a CPU or where CUDA graphs cannot be used."""
 
-    # To guess draws, logits are multiplied by this, for a head that is less certain than its target.
+    # Factor on the logits when draws are guessed, for a head that is less certain than its target.
     sharpness = 1.0
 
     def knows(self, draws: ComingDraws) -> bool:
@@ -90,7 +90,7 @@ class EagerDrafter(ABC, Generic[R]):
 
     @abstractmethod
     def _new_row(self, row: Row) -> R:
-        """The state of a row whose committed tokens have their entries."""
+        """The state of a row whose committed tokens all have entries."""
 
     @abstractmethod
     def _refresh(self, pool: PagePool, rows: Sequence[R]) -> None:
@@ -111,7 +111,7 @@ class EagerDrafter(ABC, Generic[R]):
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         self.store_for(cache.pool)
-        # Entries of a prefix from the prefix cache are in the shared pages.
+        # If a prefix comes from the prefix cache, its entries are in the shared pages.
         return EagerState(cache.pool, [self._new_row(row) for row in cache.rows])
 
     def store_for(self, pool: PagePool) -> KVStore:
@@ -121,7 +121,7 @@ class EagerDrafter(ABC, Generic[R]):
             store = KVStore(self._num_layers)
             pool.add_store(store)
             store.shape(self._weight, self._key_heads, self._value_heads)
-            self._stores[pool] = store  # last, so that a failure is retried
+            self._stores[pool] = store  # last, so that a failed call can be repeated
         return store
 
     def cache_writing_at(self, pool: PagePool, places: Sequence[tuple[DraftRow, int]]) -> KVCache:

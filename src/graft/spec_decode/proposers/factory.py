@@ -32,7 +32,7 @@ def drafter_for(
 
 
 def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
-    """A drafter of the same network with other tree settings; a block drafter, which has its own, stays as it is."""
+    """A drafter of the same network with other tree settings. Block drafters have settings of their own and stay."""
     if isinstance(drafter, SmallModelDrafter):
         return drafter.with_settings(settings)
     if isinstance(drafter, MtpDrafter):

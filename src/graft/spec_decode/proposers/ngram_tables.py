@@ -1,7 +1,7 @@
 """NgramTables: proposes the target's own top-k successors of n-grams that it has verified before.
 
-Each wave looks up the likeliest candidates of any source that were not looked up yet. A candidate gets the successors
-of its last three tokens if the target ever verified them, else of the last two, else of the last one.
+Each wave looks up the likeliest candidates, of any source, that were not looked up yet. A candidate gets the successors
+of its last three tokens if the target has verified them before, else of the last two, else of the last one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from graft.spec_decode.proposers.successor_table import ISOLATED_ROWS, Successor
 from graft.tree.candidates import Candidates
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
-# Prior acceptance probability over the successor's probability in its earlier context. The longer the n-gram, the more
-# of that context is the same.
+# Prior acceptance probability / probability of the successor in its earlier context. A longer n-gram means a more
+# similar context.
 _PRIOR_FACTORS = {1: 0.5, 2: 0.7, 3: 0.85}
-_SAMPLED = 0.6  # a factor of priors in sampled rows, measured at temperatures 0.7 and 1
+_SAMPLED = 0.6  # factor on priors in sampled rows, measured at temperatures 0.7 and 1
 
 
 class NgramTables:

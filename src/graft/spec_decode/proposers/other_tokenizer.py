@@ -1,7 +1,7 @@
 """A small model with another tokenizer as drafter: `text_alignment` converts its drafted text to target tokens.
 
-Its tokens are not the target's, so its keys and values have a page pool of their own. A round's whole beam search is
-one pass: the target tokens are known only when the texts are complete.
+Its tokens are not the target's, so its keys and values have their own page pool. A round's whole beam search is one
+pass, because the target tokens are known only when the texts are complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graft.spec_decode.proposers.text_alignment import (
 )
 from graft.tree.candidates import Level
 
-_TOKENS_PER_DRAFT = 2  # target tokens for a drafted token, enough in practice
+_TOKENS_PER_DRAFT = 2  # the most target tokens per drafted token; enough in practice
 _LEAST_REACH = 0.05  # stop drafting below this probability that one of the beams is right
 _LEAST_CONTEXT = 64  # tokens of text that must fit in the draft model's context, besides drafts
 
@@ -39,8 +39,8 @@ _LEAST_CONTEXT = 64  # tokens of text that must fit in the draft model's context
 class AlignedRow(ModelRow):
     """One row's draft state: pages of its own pool, and the text in both vocabularies."""
 
-    text: TextRow | None = None  # None: given up, no more drafts
-    unseen: list[int] = field(default_factory=list)  # target tokens after those in `text`
+    text: TextRow | None = None  # None: drafting has stopped for this row
+    unseen: list[int] = field(default_factory=list)  # target tokens to be added to `text`
 
     @property
     def num_ids(self) -> int:
@@ -49,7 +49,7 @@ class AlignedRow(ModelRow):
 
     @property
     def last(self) -> int:
-        """The draft token to draft after. 0 for an empty text, which occurs when times are measured."""
+        """The last draft token of the text; 0 for an empty text, which occurs when times are measured."""
         return self.text.drafts[-1] if self.text is not None and self.text.drafts else 0
 
     def keep(self, length: int) -> None:
@@ -96,7 +96,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         )
 
     def knows(self, draws: ComingDraws) -> bool:
-        return False  # the noise is that of the target's tokens, and it drafts others
+        return False  # the noise belongs to the target's tokens, not to the drafted ones
 
     def with_settings(self, settings: TreeSettings) -> OtherTokenizerDrafter:
         return OtherTokenizerDrafter(self.model, self._pair, settings)
@@ -114,7 +114,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         return _TOKENS_PER_DRAFT * (self.settings.depth + 1)
 
     def _max_length(self) -> int | None:
-        """The longest text, in draft tokens, that its context allows; None: any."""
+        """The longest text, in draft tokens, that the draft model's context allows; None: no limit."""
         return None if self._max_positions is None else self._max_positions - self.num_slots
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
@@ -200,7 +200,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         self._read_pending(state, [row for row in rows if self._has_room(state, row)])
 
     def _align(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
-        """Align new text. Keep keys and values of unchanged tokens, and of drafted ones that are now the text."""
+        """Align new text. Keep keys and values of unchanged tokens, and of drafts that have become text."""
         drafted: list[tuple[AlignedRow, list[int]]] = []
         for row in rows:
             if row.text is None:

@@ -1,7 +1,7 @@
-"""Base of the eager drafters whose head feeds its own output back: beam search, one forward for each depth.
+"""Base of the eager drafters with a recurrent head, fed with its own output: beam search, one forward per depth.
 
-An entry of the head's KV cache is made from the target's features of a token and the embedding of the next one. Drafted
-entries come after those of the text, with the head's own outputs as features.
+An entry of the head's KV cache is made from the target's features of a token and the embedding of the next token.
+Drafted entries come after those of the text, and use the head's own outputs as features.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small causal model with the target's vocabulary as drafter: beam search, one step for each depth.
 
-It reads tokens, not the target's hidden states. It has a runner of its own, whose keys and values are in the target's
-pages. So pages are shared, copied and released for both models at once.
+It reads tokens, not the target's hidden states. It has its own runner, whose keys and values are in the target's pages.
+So pages are shared, copied and released for both models at once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 
 MAX_PENDING = 256  # tokens of a row that may wait for the next draft pass
-_MAX_STEP = 512  # tokens of a step of several rows: logits of the whole vocabulary take memory
+_MAX_STEP = 512  # tokens of a step of several rows, since logits of the whole vocabulary take memory
 
 
 @dataclass(eq=False)
 class ModelRow:
-    """One row's draft state. Tokens read and pending tokens together are the target's committed ones."""
+    """One row's draft state. Tokens that were read, and pending tokens, together are the target's committed tokens."""
 
-    own: Row  # the target's pages, with the length that the draft model has read
+    own: Row  # the target's pages; its length is what the draft model has read
     target: Row  # keeps the pages alive
     pending: list[int] = field(default_factory=list)  # committed tokens that it has not read yet
-    # What this round's passes have run: the root, then beams. Parents are places in these lists.
+    # Tokens that this round's passes have run: the root, then beams. Parents are indices into these lists.
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class ModelRow:
         return cls(Row(row.block_table_row, row.pages, length), row, list(pending))
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Places of the drafted path with these tokens, as far as it was drafted."""
+        """Indices of the drafted path with these tokens, as far as it was drafted."""
         children = {node: place for place, node in enumerate(zip(self.parents, self.tokens, strict=True))}
         path, node = list[int](), 0
         for token in tokens:
@@ -96,7 +96,7 @@ class SmallModelDrafter(LevelByLevel):
         self._vocab_size = vocab_size
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
-        self._num_known = len(embedding)  # tokens that it can read
+        self._num_known = len(embedding)  # size of the draft model's vocabulary
         runner = TargetRunner(model)
         self._max_positions = runner.max_positions
         self._num_drafted = min(vocab_size, runner.vocab_size, self._num_known)
@@ -115,7 +115,7 @@ class SmallModelDrafter(LevelByLevel):
 
     @property
     def num_slots(self) -> int:
-        return 1 + super().num_slots  # the root is run with each pass
+        return 1 + super().num_slots  # one more for the root
 
     @property
     def bytes_per_token(self) -> int:
@@ -201,7 +201,7 @@ class SmallModelDrafter(LevelByLevel):
     def _run_roots(
         self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
     ) -> tuple[Tensor, Tensor]:
-        """Read pending tokens and run the roots, in one step: the likeliest tokens after the roots, [B, 1, topk]."""
+        """Read pending tokens and run the roots, in one step. Returns the likeliest next tokens [B, 1, topk]."""
         found = []
         counts = [len(row.pending) + 1 for row in state.rows]
         for group in _groups(counts):
@@ -226,7 +226,7 @@ class SmallModelDrafter(LevelByLevel):
         draws: ComingDraws | None,
         depth: int,
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes from `first` on of drafted trees [B, N]: the likeliest tokens after them, [B, N - first, topk].
+        """Run the nodes of drafted trees [B, N] from `first` on. Returns the likeliest tokens [B, N - first, topk].
 
         depth: of these tokens.
         """
@@ -254,11 +254,11 @@ class SmallModelDrafter(LevelByLevel):
                     del row.pending[:most]
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens as it reads them: one beyond its vocabulary is read as token 0."""
+        """Replace tokens outside the draft model's vocabulary by token 0."""
         return [token if token < self._num_known else 0 for token in tokens]
 
     def _logits(self, logits: Tensor, index: Tensor) -> Tensor:
-        """A step's logits [T, V] at `index` [B, F], of the tokens that may be drafted."""
+        """A step's logits [T, V] at `index` [B, F], of only the tokens that may be drafted."""
         return logits[index.to(logits.device), : self._num_drafted]
 
 

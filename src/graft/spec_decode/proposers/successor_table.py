@@ -1,8 +1,8 @@
 """SuccessorTable: the target's top-k successors of an n-gram, from when it was last verified.
 
 Order 1 is the adjacency matrix, one row for each token. Higher orders are hash tables of fixed size: the hash of an
-n-gram gives its row, and is kept there as a tag that tells collisions. For isolated texts order 1 is hashed too, and
-hashes include a salt of the text or owner. Entries under salt 0 serve all texts.
+n-gram gives its row, and is stored there as a tag to detect collisions. If texts are isolated, order 1 is hashed too,
+and hashes include a salt of the text or owner. All texts may use entries under salt 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graft.spec_decode.proposers.base import TargetTopK
 from graft.tree.candidates import address_of
 from graft.tree.native import TableStruct, native, plain
 
-COLD = -1  # instead of a successor: the n-gram was never verified
+COLD = -1  # in place of a successor: the n-gram was never verified
 ISOLATED_ROWS = 1 << 20  # rows of each table where texts are isolated
 # Hash factors of the last three tokens, latest first, and of the salt. The row is the high bits of the sum of products.
 FACTORS = mix64(torch.arange(4)) | 1
@@ -34,7 +34,7 @@ class SuccessorTable:
     def __init__(self, order: int, num_rows: int, hashed: bool = True, isolated: bool = False) -> None:
         """num_rows: a power of two if `hashed`, else the vocabulary size (order 1 only).
 
-        isolated: of a hashed table, look up entries under the text's own salt before those of salt 0.
+        isolated: look up entries under the text's own salt before those under salt 0 (hashed tables only).
         """
         self.order = order
         self._is_isolated = isolated
@@ -68,7 +68,7 @@ class SuccessorTable:
             return
         library: Any = native()
         rows, entries = plain(state["rows"].cpu()), plain(state["entries"].cpu(), torch.int32)
-        tags = plain(state["tags"].cpu()) if "tags" in state else None  # none: a row is a token
+        tags = plain(state["tags"].cpu()) if "tags" in state else None  # None: the row number is the token
         if entries.dim() != 2 or any(part.shape != entries.shape[:1] for part in (rows, tags) if part is not None):
             raise ValueError("the rows, tags and entries of a table differ in length")
         addresses = (rows.data_ptr(), None if tags is None else tags.data_ptr(), entries.data_ptr())
@@ -76,7 +76,7 @@ class SuccessorTable:
 
 
 class SuccessorTables:
-    """Tables of several orders, longest first. The first that has a node's n-gram gives its successors."""
+    """Tables of several orders, longest first. The first table that has a node's n-gram gives its successors."""
 
     num_successors = NUM_SUCCESSORS
 
@@ -91,7 +91,8 @@ class SuccessorTables:
     def learn(self, top_k: TargetTopK) -> None:
         """Write the successors of every n-gram to all tables.
 
-        If an n-gram occurs several times, the likeliest node's successors stay; in a chunk of text, the last ones.
+        If an n-gram occurs several times, the likeliest node's successors stay; in a prompt chunk, those of the last
+        occurrence.
         """
         library: Any = native()
         successors, logits = top_k.successors, top_k.logits

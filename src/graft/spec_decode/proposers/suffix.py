@@ -1,8 +1,8 @@
 """SuffixLookup: proposes what followed the longest earlier occurrences of the text's end.
 
-It searches the text itself, finished texts (of all owners or, if texts are isolated, of the same one), and other
-answers to the same prompt in the batch. It looks up the root and the likeliest drafted nodes: with a drafted token the
-end may match where the text alone does not.
+It searches the text itself, finished texts (of all owners or, if texts are isolated, of the same owner), and other
+answers to the same prompt in the batch. It looks up the root and the likeliest drafted nodes, because the text with a
+drafted token may match where the text alone does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graft.tree.native import IndexStruct, ScaleStruct, native
 
 _MAX_MATCH = 24
 _MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # lower bounds of the score buckets' match lengths
-_SHARES = (0.0, 0.3, 0.6, 0.9)  # and of their share of the occurrences that reach the parent
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # and of the share of the parent's occurrences that continue with the token
 _SCALE = ScaleStruct(
     _MAX_MATCH,
     len(_MATCHES),
@@ -33,8 +33,8 @@ _SCALE = ScaleStruct(
     (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
     (ctypes.c_double * len(_SHARES))(*_SHARES),
 )
-MAX_PAST_TOKENS = 200_000  # of all finished texts together
-_MAX_OWNERS = 256  # with finished texts of their own, if texts are isolated
+MAX_PAST_TOKENS = 200_000  # tokens of all finished texts together
+_MAX_OWNERS = 256  # the most owners whose finished texts are kept, if texts are isolated
 
 
 class SuffixIndex:
@@ -121,7 +121,7 @@ class SuffixLookup:
     prior = torch.tensor(
         [[(0.35 + 0.6 * i / 7) * agreed for i in range(len(_MATCHES)) for agreed in (0.25, 0.5, 0.75, 1.0)]] * 2
     )
-    # Measured at temperatures 0.7 and 1: a text repeats itself as often as a greedy one, but hardly other texts.
+    # Measured at temperatures 0.7 and 1: sampled text repeats itself as often as greedy text, but rarely other texts.
     sampled_prior = prior * torch.tensor([[1.0], [0.3]])
 
     def __init__(
@@ -131,7 +131,7 @@ class SuffixLookup:
         num_drafted: int = 10,  # drafted nodes to look up, besides the root
         max_past_tokens: int = MAX_PAST_TOKENS,
         keep_past: bool = True,  # look up finished texts
-        isolated: bool = False,  # only those of the same owner
+        isolated: bool = False,  # look up only finished texts of the same owner
     ) -> None:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
@@ -170,7 +170,7 @@ class SuffixLookup:
             self._pasts.popitem(last=False)
 
     def state(self) -> dict[str, Tensor]:
-        """The finished texts that serve all. Texts of isolated owners are not saved."""
+        """The finished texts that all may copy. Texts of isolated owners are not saved."""
         texts = self._past.texts
         tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
@@ -186,9 +186,9 @@ class SuffixLookup:
                 self._past.extend(list(islice(tokens, length)))
 
     def _past_for(self, history: History) -> SuffixIndex:
-        """The index of finished texts that a text may see."""
+        """The index of the finished texts that a text may copy."""
         if not self._is_isolated or history.owner is None:
-            return self._past  # with isolated texts these are restored ones, which serve all
+            return self._past  # if texts are isolated, these are restored ones, which all may copy
         return self._pasts.get(history.owner, self._past)
 
     def _has_too_many_owners(self) -> bool:
@@ -197,7 +197,7 @@ class SuffixLookup:
     def _rows_of(self, histories: Sequence[History]) -> _Rows:
         numbers = [history.number for history in histories]
         if numbers != self._last.numbers:
-            # If texts are isolated, those of a group without an owner do not see each other.
+            # If texts are isolated, answers of a group without an owner may not copy each other.
             groups = [None if self._is_isolated and each.owner is None else each.group for each in histories]
             self._last = _Rows(histories, [self._index(history) for history in histories], groups)
         return self._last

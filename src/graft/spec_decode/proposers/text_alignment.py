@@ -1,7 +1,7 @@
 """Text between two vocabularies: the target's text in draft tokens, and drafted text in target tokens.
 
-Only tokenizers are used here; models, caches and rounds are in `other_tokenizer`. No text raises an error: what cannot
-be aligned is not proposed.
+Only tokenizers are used here; models, caches and rounds are in `other_tokenizer`. No text raises an error: drafts that
+cannot be aligned are dropped.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from graft.settings import require
 UNFINISHED = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 _MAX_PENDING = 4  # tokens at the end of a text that may be bytes of one character
 _CONTEXT = 8  # tokens to decode before new ones, so that spaces between words come out right
-_WINDOWS = (
-    12,
-    6,
-    3,
-    1,
-)  # target tokens to tokenize again with drafted text; the first that gives the same tokens
-_MAX_OPEN = 96  # draft tokens to tokenize again with new text, at most; then the first of them are settled
+# Numbers of last target tokens to tokenize again with drafted text. The first one that gives the same tokens is used.
+_WINDOWS = (12, 6, 3, 1)
+_MAX_OPEN = 96  # the most draft tokens to tokenize again with new text; above it, the first of them are settled
 _KEPT_OPEN = 32  # about how many then stay open
-_MIN_AGREED = 8  # least tokens that must agree between two starts of tokenizing, to settle at the later one
-_MAX_TEXTS = 16  # drafted texts of a row to tokenize, the likeliest; more do not pay
+_MIN_AGREED = 8  # tokens that must agree between two starts of tokenizing, to move on to the later start
+_MAX_TEXTS = 16  # the likeliest drafted texts of a row to tokenize; more do not pay
 _SAMPLES = ("Hello, world! It's 12 + 30 = 42.", "def f(x):\n    return x  # Two\n\nA b C")
 
 
@@ -35,7 +31,7 @@ class Vocabulary:
     """A private copy of a tokenizer that adds nothing to a text and cuts nothing off."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """name: the model's. A GraftError unless it is a fast tokenizer that restores text."""
+        """name: the model's. Raises a GraftError unless it is a fast tokenizer whose decoding restores a text."""
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         require(
             isinstance(backend, Tokenizer),
@@ -68,7 +64,7 @@ class Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Of each text the tokens, and where in the text each of them ends."""
+        """For each text, its tokens and where in the text each token ends."""
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(each.ids, [end for _, end in each.offsets]) for each in found]
 
@@ -167,9 +163,9 @@ class TextRow:
             self._window, self._skipped, self.num_settled = "", 0, len(self.drafts)
 
     def end(self) -> tuple[str, list[int], list[int]] | None:
-        """The end of the text, its target tokens, and the tokens of an unfinished character after it.
+        """The last part of the text, its target tokens, and the tokens of an unfinished character after it.
 
-        None if the target's tokenizer would tokenize that end differently.
+        None if the target's tokenizer would tokenize that part differently.
         """
         decode, encode, ids = self._pair.target.decode, self._pair.target.encode, self.ids
         done, pending = self._num_decoded, self.ids[self._num_decoded :]
@@ -223,7 +219,7 @@ class TargetTrie:
 def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -> TargetTrie:
     """The drafted texts in target tokens, as the target's tokenizer writes them after the text.
 
-    A node's probability is the sum over the drafted nodes that complete it. The last token of a text is left out, as
+    A node's probability is the sum over the drafted nodes that complete it. The last token of a text is left out, since
     later text may change it, unless it is a special token or the draft ends there.
     """
     trie, end = TargetTrie(), row.end()
@@ -267,7 +263,7 @@ def as_target_tokens(pair: VocabularyPair, row: TextRow, drafted: DraftedTree) -
 
 
 def _weigh(trie: TargetTrie, sums: Sequence[float]) -> None:
-    """Set path probabilities to `sums`, scaled down where the children of a node exceed it.
+    """Set path probabilities to `sums`, scaled down where the children of a node together exceed the node's own.
 
     They may exceed it if one draft completes several of them.
     """
@@ -281,7 +277,7 @@ def _weigh(trie: TargetTrie, sums: Sequence[float]) -> None:
 
 
 class _Texts:
-    """Texts of drafted nodes: of the path from the root to each."""
+    """The texts of the paths from the root to each drafted node."""
 
     def __init__(self, pair: VocabularyPair, context: Sequence[int], drafted: DraftedTree) -> None:
         self._pair, self._context, self._drafted = pair, list(context), drafted
@@ -290,13 +286,13 @@ class _Texts:
         self._closing: dict[int, int | None] = {0: None}
 
     def of(self, node: int) -> str | None:
-        """The complete characters of the text; None if it changes the text before it."""
+        """The complete characters of the path's text; None if it changes the text before the root."""
         if node not in self._of:
             self._of[node] = self._make(node)
         return self._of[node]
 
     def closing(self, node: int) -> int | None:
-        """The first node on the path that is no text to the target. The draft ends there."""
+        """The first node on the path that has no text in the target's vocabulary. The draft ends there."""
         if node not in self._closing:
             drafted = self._drafted
             above = self.closing(drafted.parents[node])

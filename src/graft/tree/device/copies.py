@@ -37,7 +37,7 @@ class Texts:
         # Tokens of each text, including the root.
         self.lengths = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
         self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
-        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # owner of each token; a row copies only its owner's
+        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # a row copies only its own owner's
         self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and ever dropped
 
 

@@ -43,7 +43,7 @@ static int find_prob(
     return OK;
 }
 
-/* The score bucket of a copied token below `parent`. In a sampled row it says, too, how its noise speaks for it. */
+/* The score bucket of a copied token below `parent`. In a sampled row it is split by the bucket of the token's E. */
 static int64_t copied_bucket(const Row *row, int64_t parent, int64_t token, int64_t score_bucket) {
     if (row->kind == 0) return score_bucket;
     double time = draw_time(row->draws, row->number, row->fields[DEPTH][parent] + 1, token);
@@ -317,8 +317,8 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
 }
 
 /* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's
-   path was emitted with another token after it. fitted: those of them that are this token. emitted: the rows' new
-   tokens, one row after the other. Counts above `memory` are scaled down to it, so that old observations fade. */
+   path was emitted with a token after it. fitted: those of them that are this token. emitted: the rows' new tokens, one
+   row after the other. Counts above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_groups, int64_t num_sources, int64_t num_buckets, float memory) {

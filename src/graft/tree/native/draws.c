@@ -4,7 +4,7 @@
 typedef struct {
     const int64_t *kinds;        /* [num_rows] rows of a kind share their acceptance probabilities */
     const int64_t *seeds, *positions; /* [num_rows] of the next draw */
-    const double *powers;        /* [num_rows][NUM_BUCKETS] 2^(-b / 2T): how much less likely b buckets further down is */
+    const double *powers;        /* [num_rows][NUM_BUCKETS] 2^(-b / 2T): the factor for a token b buckets less likely */
     const int64_t *banned, *banned_ends;  /* tokens never drawn, row after row; a row's end at banned_ends[row] */
     const int64_t *endings, *ending_ends; /* tokens that the next num_unending[row] draws cannot give */
     const int64_t *num_unending;
@@ -42,8 +42,8 @@ static double minus_log(double u) {
     return -(whole + own);
 }
 
-/* The exponential number E = exp(-g) of a token in a row's draw at a depth, with its Gumbel noise g. Among tokens of
-   probability p the one with the least E / p^(1/T) is drawn. */
+/* E = exp(-g) of a token in a row's draw at a depth, with its Gumbel noise g. E is exponentially distributed, and the
+   token with the least E / p^(1/T) is drawn. */
 static double draw_time(const Draws *draws, int64_t row, int64_t depth, int64_t token) {
     if (!draws->is_keyed[row]) {
         const float *times = depth <= draws->num_depths ? draws->times[row * draws->num_depths + depth - 1] : NULL;

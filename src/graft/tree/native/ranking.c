@@ -58,8 +58,8 @@ static void sink(Heap *heap, int64_t place) {
     rows[place] = moved;
 }
 
-/* A node's calibrated path probability: the path probability times a factor for its power of two, from `truths` (see
-   `PathCalibration`). NULL: no calibration. */
+/* A node's calibrated path probability: the path probability times the ratio of its power of two. truths: the ratios of
+   `PathCalibration`; NULL: no calibration. */
 static double expected(float path, const double *truths) {
     uint32_t bits;
     if (truths == NULL) return path;
@@ -133,7 +133,7 @@ int graft_tree(
         Row row = row_of(pool, r);
         int64_t chosen = r * stride - 1; /* the row's i-th node is nodes[chosen + i], from 1 on */
         place[0] = 0;
-        for (int64_t i = 1; i < counts[r]; i++) place[nodes[chosen + i]] = i; /* parents are likelier: all are chosen */
+        for (int64_t i = 1; i < counts[r]; i++) place[nodes[chosen + i]] = i; /* parents are likelier: chosen too */
         for (int64_t i = 0; i < *width; i++) {
             int64_t at = r * *width + i, node = i == 0 || i >= counts[r] ? 0 : nodes[chosen + i];
             int64_t parent = row.fields[PARENT][node];

@@ -137,7 +137,7 @@ typedef struct {
     int64_t spans[MAX_OCCURRENCES][3]; /* start of its text, end of the occurrence, end of its text */
 } Occurrences;
 
-/* least_start: occurrences whose next token has a lower place than this in the index are left out. */
+/* least_start: occurrences whose next token is before this position in the index are left out. */
 static void find_occurrences(
     const SuffixIndex *index, int32_t before, int32_t token, int64_t least_start, Occurrences *found) {
     int64_t places[MAX_OCCURRENCES], num_places = 0;
@@ -308,9 +308,9 @@ static int attach_copies(
 
 /* Attaches continuations to up to num_places nodes of every row. They come from the row's own text, own[row], whose
    last token is the root, and from finished texts, past[row], or from another answer to the same prompt if its match
-   is longer. beside: the indices of those answers, row after row; a row's end at beside_ends[row]. Only what follows
-   their first num_prompt[row] tokens counts. width: written, the most nodes that a row gets. If the pool has no room
-   for so many, its width stays, and the caller makes room and calls again. */
+   is longer. beside: the indices of those answers, row after row; a row's end at beside_ends[row]. In them, only
+   continuations after the first num_prompt[row] tokens count. width: written, the most nodes that a row gets. If the
+   pool has no room for so many, its width stays, and the caller makes room and calls again. */
 int graft_attach_copies(
     Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, const SuffixIndex *const *beside,
     const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const AcceptanceProbs *probs,

@@ -20,9 +20,9 @@ class BlockConfig(HeadConfig):
     num_target_layers: int  # of the target it was trained for
     block_size: int  # slots, including the root's
     mask_token_id: int
-    shifted: bool  # a slot predicts the token after its position; else at its position, and the root's slot nothing
-    causal: tuple[bool, ...]  # by layer: whether slots do not see later slots
-    windows: tuple[int | None, ...]  # by layer: positions that are seen, its own included; all if None
+    shifted: bool  # a slot predicts the token after its position; False: at its position (the root's slot: nothing)
+    causal: tuple[bool, ...]  # by layer: True: slots do not see later slots
+    windows: tuple[int | None, ...]  # by layer: number of positions seen, including the slot's own; None: all
     head_norms: bool = True  # queries and keys are normed
     own_lm_head: bool = False  # else the target's
     own_mask: bool = False  # masked slots have a learned vector; else the embedding of mask_token_id
@@ -97,7 +97,7 @@ class BlockConfig(HeadConfig):
 
 
 def default_target_layers(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs DFlash reads by default: as many as it has itself, evenly spread."""
+    """The target layers whose inputs DFlash reads by default: as many as the head has layers, evenly spread."""
     if num_layers == 1:
         return (num_target_layers // 2 + 1,)
     span = num_target_layers - 4  # outputs of layer 1 to the last but two

@@ -1,7 +1,7 @@
 """The eager block drafter: one forward of the head gives all levels of the tree.
 
-The head's KV cache holds the keys and values of committed tokens, made from the target's features of them. A round's
-slots come after them, and the next round overwrites these.
+The head's KV cache holds the keys and values of committed tokens, made from the target's features. A round's slots are
+written after them, and the next round overwrites the slots.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BlockTreeSettings(Settings):
     """The shape of the tree drafted from a block."""
 
     width: int = 16  # tokens of a slot that have children, in a conditional head's table
-    children: int = 8  # of each of them
+    children: int = 8  # children of each of them
     shortlist: int = 64  # tokens of a slot that may be children
-    nodes: int = 60  # of the tree
+    nodes: int = 60  # nodes of the tree
 
     def __post_init__(self) -> None:
         for name in ("width", "children", "shortlist", "nodes"):

@@ -1,4 +1,4 @@
-"""Triton kernels of block heads: the slots of a block and the tokens of its table. The import needs Triton."""
+"""Triton kernels of block heads: the slots of a block and the tokens of its table. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
 
 
 def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
-    """`block.tree.children` as a kernel. Of equal candidates the first comes first."""
+    """`block.tree.children` as a kernel. Among equal candidates, the first wins."""
     batch, num_slots, num_parents, num_candidates = logits.shape
     tokens = logits.new_empty(batch, num_slots * num_parents, k, dtype=torch.int32)
     table = Table(tokens, torch.empty_like(tokens, dtype=torch.float32), torch.empty_like(tokens))
@@ -81,7 +81,7 @@ def _children_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program is one slot after one token before it."""
+    """A program is one slot after one candidate of the previous token."""
     entry = tl.program_id(0)
     slot = entry // num_parents  # counted over all rows
     following = slot % num_slots + 1

@@ -17,7 +17,7 @@ from graft.tree.native import native, plain
 class Table(NamedTuple):
     """The result of one pass, by row: for each of E entries the m likeliest tokens of a slot, likeliest first.
 
-    An entry is a slot after one certain token, or after any token. Entry 0 is the first slot, after the root.
+    An entry is a slot after one given token, or after any token. Entry 0 is the first slot, after the root.
     """
 
     tokens: Tensor  # [B, E, m] int32
@@ -29,9 +29,9 @@ class Table(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How the tokens of tables are chosen: by the functions below, or by kernels with the same arguments.
+    """The functions that choose the tokens of tables: those below, or kernels with the same arguments.
 
-    If coming draws are known, `highest` ranks logits / T + noise. Their softmax is the probability that a token is
+    If coming draws are known, `highest` ranks logits / T + noise, whose softmax is the probability that a token is
     drawn.
     """
 
@@ -48,10 +48,10 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
-    """The table of the k likeliest candidates of each slot after each of P tokens before it.
+    """The table of the k likeliest candidates of each slot, after each of P candidates of the previous token.
 
-    Probabilities are normalised over the candidates. logits: [B, K, P, S] of the slots' candidates [B, K, S], of which
-    the first P are the tokens before the next slot.
+    Probabilities are normalised over the candidates. logits: [B, K, P, S] of the slots' candidates [B, K, S]. The first
+    P candidates of a slot are the previous tokens of the next slot.
     """
     num_slots, num_parents = logits.shape[1:3]
     found = logits.float().softmax(dim=-1).topk(k)
@@ -76,17 +76,17 @@ def ranking_of(draws: ComingDraws, tokens: Tensor) -> Ranking:
 
 
 def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
-    """One entry a slot: its `width` likeliest tokens, independent of the token before. hidden: [B, K, H]."""
+    """One entry per slot: its `width` likeliest tokens, independent of the previous token. hidden: [B, K, H]."""
     logits = head.marginals(hidden)  # [B, K, V]
     ids, best, total = ranking.highest(logits, min(width, logits.shape[-1]))
     return _by_slot(head.to_target(ids.long()), (best - total[..., None]).exp())
 
 
 def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, shortlist: int, ranking: Ranking = PLAIN) -> Table:
-    """One entry a slot: its likeliest token after that of the slot before. hidden: [B, K, H]. roots: [B].
+    """One entry per slot: its likeliest token after that of the previous slot. hidden: [B, K, H]. roots: [B].
 
-    Made slot by slot: in a table for trees, chains would often end at a token without children. As there, tokens come
-    from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
+    It is made slot by slot, because in a table for trees, chains would often end at a token without children. As there,
+    tokens come from a slot's `shortlist` likeliest ones, over which probabilities are normalised.
     """
     if not head.config.has_conditionals:
         return marginal_table(head, hidden, 1, ranking)
@@ -140,7 +140,7 @@ def _shortlist(head: BlockHead, hidden: Tensor, size: int, ranking: Ranking) -> 
 
 
 def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:
-    """A table with one entry a slot, from [B, K, m]."""
+    """A table with one entry per slot, from [B, K, m]."""
     entries = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
     entries = entries.masked_fill(entries == tokens.shape[1], -1)[:, None].expand_as(tokens)
     return Table(tokens.int(), probabilities, entries)

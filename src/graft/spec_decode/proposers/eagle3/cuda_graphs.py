@@ -30,11 +30,11 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
 from graft.tree.candidates import Level
 
-_FEW_ROWS, _MOST_BEAMS = 8, 128  # with more rows than the first, at most so many beams in all
+_FEW_ROWS, _MOST_BEAMS = 8, 128  # with more than 8 rows, there are at most 128 beams in all
 
 
 class Eagle3Buffers(DraftBuffers):
-    """Static tensors, with those of beams and levels."""
+    """Static tensors, including those of beams and levels."""
 
     def __init__(self, fast: FastHead, settings: TreeSettings, pool: PagePool, store: KVStore, number: int) -> None:
         weight, device, num_passes = fast.head.fc.weight, pool.device, settings.depth + 1
@@ -218,9 +218,9 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
 
 
 def num_beams(rows: int, topk: int, keep: int | None = None) -> int:
-    """Nodes of a row that a pass expands. With many rows few of each are verified, so few are expanded."""
+    """Nodes of a row that a pass expands. With many rows, each gets few verified nodes, so few are expanded."""
     topk = min(topk, keep or topk)
     if rows <= _FEW_ROWS:
         return topk
     each = max(_MOST_BEAMS // rows, 2)
-    return min(topk, 1 << (each.bit_length() - 1))  # a power of two, as kernels are compiled for each number
+    return min(topk, 1 << (each.bit_length() - 1))  # a power of two, since kernels are compiled for each number

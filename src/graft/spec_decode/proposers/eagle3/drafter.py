@@ -45,7 +45,7 @@ class Eagle3Drafter(RecurrentDrafter):
         hidden = self.head.fuse(pending.features())
         query, key, value = self.head.qkv(self.head.embed(pending.tokens(device)), hidden, pending.positions(device))
         key, value = self.cache_writing_at(pool, pending.places).update(key, value, 0)
-        # Only each row's last entry needs an output; of the others keys and values are enough.
+        # Only the output at each row's last entry is needed; for the others, keys and values are enough.
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         keys = [
             RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)

@@ -1,4 +1,4 @@
-"""Triton kernels of the EAGLE-3 head besides its matrix products: inputs and beams. The import needs Triton."""
+"""Triton kernels of the EAGLE-3 head, except matrix products: inputs and beams. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def enter(
     eps: float,
     keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The layer's inputs [T, 2H], normed embeddings and normed hidden states, and its residual [T, H]."""
+    """The layer's inputs [T, 2H] (normed embeddings, then normed hidden states), and its residual [T, H]."""
     num_tokens, size = len(tokens), hidden.shape[1]
     both, residual = hidden.new_empty(num_tokens, 2 * size), hidden.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
@@ -106,7 +106,7 @@ def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tenso
 
 
 def take_roots(root: Tensor, table_rows: Tensor, hidden: Tensor, topk: int) -> Tensor:
-    """The features [R, H] of rows in `root` [table_rows, H]. They also become those of beam row * topk in `hidden`.
+    """The features [R, H] of rows in `root` [table_rows, H]. They are also copied to `hidden` at beam row * topk.
 
     table_rows: [R] int32.
     """
@@ -135,8 +135,8 @@ def spread(
 ) -> None:
     """Write the children of the F beams as the next level, and make the likeliest of them the new beams.
 
-    keep: nodes of a level to write, likeliest first; all, in the order of their parents, if None. is_first: the only
-    beam is the root. The last `room` int64 of a level hold two rows of float32: q and path probabilities.
+    keep: nodes of a level to write, likeliest first; None: all, in the order of their parents. is_first: the only beam
+    is the root. The last `room` int64 of a level hold two rows of float32: q and path probabilities.
     """
     batch, topk = beams.tokens.shape
     num_beams = 1 if is_first else topk

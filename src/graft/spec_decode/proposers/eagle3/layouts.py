@@ -34,7 +34,7 @@ class Layout:
     layer: str = _LAYER  # prefix of the decoder layer's tensors
     shape: Place = ()  # where the decoder layer's shape is in config.json
     layers: Place = ("eagle_config", "eagle_aux_hidden_state_layer_ids")  # where the target's layer numbers are
-    numbers_outputs: bool = True  # they count outputs: the output of i is the input of i + 1
+    numbers_outputs: bool = True  # these numbers count outputs: the output of layer i is the input of i + 1
     constants: Json = field(default_factory=dict)  # other keys that its readers need
 
     def spell(self, name: str) -> str:
@@ -114,7 +114,7 @@ def write_config(layout: Layout, head: Eagle3Config) -> dict[str, Any]:
     shape |= {"sliding_window": head.sliding_window, "use_sliding_window": head.sliding_window is not None}
     config: dict[str, Any] = {"architectures": [layout.architectures[0]], **layout.constants}
     config |= {"draft_vocab_size": head.draft_vocab_size, **{key: getattr(head, key) for key in _NORMS}}
-    if head.target_hidden_size != head.hidden_size:  # readers may take the key itself for a difference
+    if head.target_hidden_size != head.hidden_size:  # readers may take the mere key for a difference
         config["target_hidden_size"] = head.target_hidden_size
     for spelling in (layout, LAYOUTS["speculators"]):  # vLLM looks for these names first
         put_at(config, spelling.layers, [layer - spelling.numbers_outputs for layer in head.target_layers])

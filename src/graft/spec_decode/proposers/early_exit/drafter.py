@@ -1,7 +1,7 @@
 """EarlyExitDrafter: drafts with the target's own first layers, final norm and output layer.
 
 It uses the target's weights and KV cache, so there is nothing to load or to prefill. The verify step runs all nodes
-through all layers, and writes over what the exit has left in the cache.
+through all layers, and overwrites the drafter's keys and values.
 """
 
 from __future__ import annotations

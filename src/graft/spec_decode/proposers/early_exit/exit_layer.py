@@ -1,7 +1,7 @@
 """Chooses the exit layer of an early-exit drafter by expected speed.
 
-On the model's own greedy answers it counts how often each of a few layers has the model's token among its likeliest,
-which is how often a tree would hold it. The cost of a layer is the share of the weights that a draft pass reads.
+On the model's own greedy answers, it counts how often the model's token is among the likeliest tokens of each of a few
+layers, so that a tree would contain it. The cost of a layer is the share of the weights that a draft pass reads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from graft.settings import require
 from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
 
 EARLY_EXIT = "early-exit"  # for `--draft`, alone or with a layer: early-exit:8
-_MAX_PROMPTS = 8  # to choose a layer by
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # of all layers, to try
+_MAX_PROMPTS = 8  # prompts to choose a layer by
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # exit layers to try, as shares of all layers
 _MAX_NEW_TOKENS = 16
 _NUM_DRAFTS = 4  # tokens of a layer that a tree holds in one place, as on a CPU
-_MAX_DRAFTED = 8  # tokens a round
-# Of several kinds, and not from the benchmark.
+_MAX_DRAFTED = 8  # tokens per round
+# Prompts of several kinds, none from the benchmark.
 _PROMPTS = (
     "Explain in a few sentences why leaves change their colour in autumn.",
     "Write a Python function that returns the second largest number of a list.",
@@ -45,18 +45,18 @@ class ExitEstimate:
     """Expected agreement, cost and speed of an exit layer."""
 
     layer: int
-    acceptance: float  # share of the model's tokens that are among its likeliest
+    acceptance: float  # share of the model's tokens that are among the layer's likeliest
     cost: float  # of a draft pass, in forwards of the whole model
 
     @property
     def speed(self) -> float:
-        """Tokens by cost of a round with the best number of draft passes. Plain decoding is 1."""
+        """Tokens / cost of a round with the best number of draft passes. Plain decoding has speed 1."""
         passes = range(1, _MAX_DRAFTED + 1)
         return max(sum(self.acceptance**i for i in range(n + 1)) / (1 + n * self.cost) for n in passes)
 
     @property
     def accepted_per_cost(self) -> float:
-        """Accepted tokens by the cost of the pass that drafted them. A single pass pays above 1."""
+        """Accepted tokens / cost of the pass that drafted them. A single pass pays if it is above 1."""
         return self.acceptance / self.cost
 
 
@@ -91,8 +91,8 @@ def _encode(prompt: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
 def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> int:
     """The layer with the best expected speed on answers to the first of these prompts.
 
-    If no layer pays, the least slow one would be the cheapest, which drafts next to nothing. Then it is the one that
-    comes closest to paying: the most accepted tokens by cost.
+    If no layer pays, the fastest would be the cheapest one, which drafts almost nothing right. Then it is the layer
+    that comes closest to paying: the one with the most accepted tokens / cost.
     """
     estimates = estimate_exits(model, prompts[:_MAX_PROMPTS])
     best = max(estimates, key=lambda each: each.speed)
