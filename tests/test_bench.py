@@ -252,7 +252,7 @@ def test_truncation_that_leaves_one_token_makes_all_methods_greedy(truncation: d
         ([], {}, "no method is named"),
         (["hf-assisted"], {}, "--assistant"),
         (["off", "hf"], {"rows": 2}, "one prompt at a time"),
-        (["dense"], {}, "drafts with a head"),
+        (["dense"], {}, "needs a drafter"),
     ],
 )
 def test_line_up_that_cannot_be_says_why(names, options, message):

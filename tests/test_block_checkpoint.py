@@ -77,7 +77,7 @@ def test_slots_may_be_chosen_where_the_config_does_not_say(slots, shifted, tmp_p
 def test_slots_cannot_be_chosen_against_the_config(tmp_path):
     speculators_in_place().write(tmp_path)
     assert not load(tmp_path, slots="in-place").config.shifted
-    with pytest.raises(GraftError, match="it says that the slots are not shifted: leave the choice to it"):
+    with pytest.raises(GraftError, match="it says that the slots are not shifted: leave out the choice of slots"):
         load(tmp_path, slots="shifted")
     with pytest.raises(GraftError, match="slots must be in-place or shifted, not 'left'"):
         load(tmp_path, slots="left")
@@ -141,8 +141,8 @@ def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_besi
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"windows": (3, 6), "causal": (True, True)}, r"layers with different windows \(3, 6\) have no layout"),
-        ({"causal": (True, False)}, "layers that are causal and layers that are not have no layout"),
+        ({"windows": (3, 6), "causal": (True, True)}, r"no layout has layers with different windows \(3, 6\)"),
+        ({"causal": (True, False)}, "no layout has both causal and non-causal layers"),
     ],
 )
 def test_a_head_that_no_layout_can_say_is_not_written(changes, message, tmp_path):
@@ -159,11 +159,11 @@ BAD_CONFIGS = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not that of a block head; known are D"),
     ({"speculators_model_type": "medusa"}, "speculators_model_type medusa is not one of dflash, dspark"),
     ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),
-    ({"block_size": None}, "block_size is missing: how many slots a block has"),
+    ({"block_size": None}, "block_size, the number of slots of a block, is missing"),
     ({"block_size": "4"}, "block_size must be a positive whole number, not '4'"),
     ({"block_size": 1}, "a block of one slot has the root only: block_size must be at least 2"),
     (nested(block_size=8), "dflash_config.block_size is 8 but block_size is 4: delete the one that is wrong"),
-    (nested(mask_token_id=None), "mask_token_id is missing: which token stands in masked slots"),
+    (nested(mask_token_id=None), "mask_token_id, the token of masked slots, is missing"),
     (nested(mask_token_id=41), "mask_token_id 41 is not one of the target's 41 tokens"),
     (nested(mask_token_id="<mask>"), "mask_token_id '<mask>' is not one of the target's 41 tokens"),
     ({"mask_token_id": 6}, "dflash_config.mask_token_id is 5 but mask_token_id is 6: delete the one that is wrong"),
@@ -226,9 +226,9 @@ BAD_TENSORS = [
     (lambda tensors: tensors.pop("fc.weight"), "is not a block head: it has no tensor fc.weight"),
     (lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"), "has no tensor layers.1.mlp.up_proj.weight"),
     (lambda tensors: tensors.pop("layers.0.self_attn.q_norm.weight"), "has no tensor layers.0.self_attn.q_norm.weight"),
-    (lambda tensors: tensors.update(mask_hidden=torch.ones(2)), "has a tensor mask_hidden, for which its config.json"),
+    (lambda tensors: tensors.update(mask_hidden=torch.ones(2)), "has a tensor mask_hidden, which does not fit"),
     (lambda tensors: tensors.update({"model.fc.weight": torch.ones(2)}), "has the tensor fc.weight twice"),
-    (lambda tensors: tensors.update(markov_head()), "has a tensor markov_head.markov_w1.weight, for which its config"),
+    (lambda tensors: tensors.update(markov_head()), "has a tensor markov_head.markov_w1.weight, which does not fit"),
     (lambda tensors: tensors.update({"norm.weight": torch.ones(16).long()}), r"norm.weight is torch.int64 \[16\]"),
     (spoil, "k_norm.weight has values that are not finite"),
 ]

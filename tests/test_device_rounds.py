@@ -383,7 +383,7 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
     )
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
     try:
-        with pytest.warns(UserWarning, match="so the host makes them: ValueError: no"):
+        with pytest.warns(UserWarning, match="so the host runs them: ValueError: no"):
             answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
             texts = [answer.wait() for answer in answers]
     finally:

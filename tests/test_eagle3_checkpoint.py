@@ -292,18 +292,18 @@ BAD_TENSORS = [
     (lambda tensors: tensors.pop("fc.weight"), "is not an EAGLE-3 head: it has no tensor fc.weight"),
     (lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"), "has no tensor midlayer.mlp.up_proj.weight"),
     (lambda tensors: tensors.pop("d2t"), r"has no tensor d2t, expected as \[20\]"),
-    (lambda tensors: tensors.update(bias=torch.ones(2)), "has a tensor bias, for which its config.json has no place"),
+    (lambda tensors: tensors.update(bias=torch.ones(2)), "has a tensor bias, which does not fit its config.json"),
     (lambda tensors: tensors.update({"fc.weight": torch.ones(32, 64)}), r"fc.weight is .* \[32, 64\], expected"),
     (lambda tensors: tensors.update({"norm.weight": torch.ones(32).long()}), r"norm.weight is torch.int64 \[32\]"),
     (lambda tensors: tensors["norm.weight"].fill_(torch.nan), "norm.weight has values that are not finite"),
     (lambda tensors: tensors["fc.weight"][3].fill_(torch.inf), "fc.weight has values that are not finite"),
     (lambda tensors: tensors.update(d2t=torch.zeros(20)), r"d2t is torch.float32 \[20\], expected whole numbers"),
     (lambda tensors: tensors.update(d2t=torch.zeros(19).long()), r"d2t is torch.int64 \[19\], expected"),
-    (lambda tensors: tensors["d2t"].add_(4), "d2t leads to token 61, outside the 61"),
-    (lambda tensors: tensors["d2t"].sub_(1), "d2t leads to token -1, outside the 61"),
+    (lambda tensors: tensors["d2t"].add_(4), "d2t maps to 61, outside the 61 tokens"),
+    (lambda tensors: tensors["d2t"].sub_(1), "d2t maps to -1, outside the 61 tokens"),
     (lambda tensors: tensors["d2t"][1].sub_(3), "d2t gives two draft tokens the same target token"),
-    (lambda tensors: tensors["t2d"].fill_(True), "t2d does not mark the tokens d2t leads to"),
-    (lambda tensors: tensors.update(t2d=torch.ones(7)), "t2d does not mark the tokens d2t leads to"),
+    (lambda tensors: tensors["t2d"].fill_(True), "t2d does not mark the tokens that d2t maps to"),
+    (lambda tensors: tensors.update(t2d=torch.ones(7)), "t2d does not mark the tokens that d2t maps to"),
 ]
 
 

@@ -266,7 +266,7 @@ EXPERT = LAYER + "mlp.experts.2.up_proj.weight"
         (LAYER + "enorm.weight", torch.ones(7), r"enorm\.weight is \[7\], expected as \[32\]"),
         (LAYER + "self_attn.o_proj.weight", torch.ones(7, 5), r"o_proj\.weight is \[7, 5\], expected as \[32, 32\]"),
         (EXPERT, torch.ones(7, 5), r"experts\.2\.up_proj\.weight is \[7, 5\], and other experts' are \[16, 32\]"),
-        (LAYER + "surprise.weight", torch.ones(2), r"has a tensor model\.layers\.3\.surprise\.weight, for which"),
+        (LAYER + "surprise.weight", torch.ones(2), r"has a tensor model\.layers\.3\.surprise\.weight, which is not"),
         (LAYER + "hnorm.weight", torch.full((WIDTH,), torch.nan), r"hnorm\.weight has values that are not finite"),
         (
             LAYER + "self_attn.o_proj.weight",

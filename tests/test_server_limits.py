@@ -77,7 +77,7 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a
         ({"prompt": ""}, "prompt: it is empty", "prompt"),
         ({"prompt": ["a", ""]}, "prompt.1: it is empty", "prompt.1"),
         ({"prompt": [[]]}, "prompt.0: it is empty", "prompt.0"),
-        ({"prompt": [1, 999999]}, "the prompt holds 999999, which is no token id of this model (0 to 258)", "prompt"),
+        ({"prompt": [1, 999999]}, "the prompt holds 999999, but token ids of this model are 0 to 258", "prompt"),
         ({"max_tokens": 1024}, "this model's maximum context length is 1024 tokens, and the prompt has 1: "
          "max_tokens can be at most 1023, not 1024", "max_tokens"),
         ({"prompt": "x" * 1024},

@@ -386,7 +386,7 @@ class DecodeLoop:
                 self.pages.keep(self._jobs[sequence], batch, row)
                 may_learn = sequence.speculates and self._jobs[sequence].prefill is None
                 if sequence.finish_reason is not None and may_learn:
-                    with failures_logged("the policy learns nothing from an answer"):
+                    with failures_logged("learning from an answer failed"):
                         self.engine.finish(batch, sequence)
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
         if rows:
@@ -438,11 +438,11 @@ class DecodeLoop:
         for job in jobs:
             self._fail(job, error)
 
-    # For whoever drives the loop
+    # Hooks that the scheduler overrides
 
     def _report(self, sequence: Sequence) -> None:
-        """Called for every answer while the device works, and at its end. The scheduler overrides it."""
+        """Called for every answer while the device works, and at its end."""
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """End a request with an error, which its caller raises. The scheduler overrides it."""
+        """End a request with an error, which its caller raises."""
         job.error = error

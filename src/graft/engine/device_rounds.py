@@ -285,7 +285,7 @@ class DeviceRounds:
     def _give_up(self, reason: str) -> RoundError:
         """Let the host run all rounds from now on, with one warning. Returns the error to raise."""
         if self.failure is None:
-            warnings.warn(f"rounds cannot be captured in CUDA graphs, so the host makes them: {reason}", stacklevel=4)
+            warnings.warn(f"rounds cannot be captured in CUDA graphs, so the host runs them: {reason}", stacklevel=4)
         self.failure = reason
         return RoundError(reason)
 
@@ -467,7 +467,7 @@ class DeviceRounds:
         if learns and self._drafter is not None:
             self._drafter.run_entries(self._target.pool, round.entries(shape), buffers.hidden, context)
 
-    # Prompts in the same step
+    # Prompt chunks in the same step
 
     def _load_chunks(
         self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]
@@ -550,7 +550,7 @@ class DeviceRounds:
         try:
             self._count(flight, clock, nodes, num_passes, tree)
         except Exception:  # learning affects only speed, so no answer may fail
-            _log.exception("nothing is learned from a round")
+            _log.exception("learning from a round failed")
 
     def _count(
         self,

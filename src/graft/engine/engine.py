@@ -65,7 +65,7 @@ class Engine(Rounds):
         """
         model = usable_model(model)
         good = tokenizer is None or hasattr(tokenizer, "decode")
-        require(good, f"a tokenizer is an object such as AutoTokenizer gives, not {tokenizer!r}")
+        require(good, f"expected a tokenizer such as AutoTokenizer returns, not {tokenizer!r}")
         check_size("chunk_size", chunk_size)
         target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         if not isinstance(policy, Policy):

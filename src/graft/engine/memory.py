@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OF_A_GPU = 0.85  # share of a GPU's memory for weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # share of the machine's memory for the KV cache, on a CPU
-_WORKSPACE = 2 << 30  # bytes of a GPU for CUDA graphs and kernels, beside weights, KV cache and steps
+_WORKSPACE = 2 << 30  # bytes of a GPU for CUDA graphs and kernels, not counting weights, KV cache and steps
 _CONTEXT = 1 << 30  # upper bound of a CUDA context's bytes; all other use belongs to other processes
 
 

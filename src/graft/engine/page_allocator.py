@@ -132,18 +132,18 @@ class PageAllocator:
     def keep(self, job: Job, batch: Batch, row: int) -> None:
         """Put a row's pages into the prefix cache."""
         if self._shares_prefixes(job):
-            with failures_logged("the prefix cache does not keep a text"):
+            with failures_logged("adding a text to the prefix cache failed"):
                 self.engine.keep_pages(batch, row, job.salt)
 
     def release(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            with failures_logged("pages are released later, with their row"):
+            with failures_logged("releasing pages failed: the garbage collector will free them"):
                 self.pool.release(row)
 
     def shrink_prefix_cache(self) -> None:
         """Evict the oldest pages beyond the limit of the prefix cache."""
         if self.settings.prefix_cache_tokens:  # with 0, this engine keeps nothing, and all pages are another's
-            with failures_logged("the prefix cache keeps texts beyond its limit"):
+            with failures_logged("shrinking the prefix cache to its limit failed"):
                 self.pool.evict(self.settings.prefix_cache_tokens)
 
     def salt(self, job: Job, sequence: Sequence) -> str:

@@ -71,7 +71,7 @@ def _token_ids(prompt: object, vocab_size: int) -> list[int]:
             raise GraftError(f"the prompt holds {token!r} in place of a token id: generate_batch takes several prompts")
         value = token.item() if isinstance(token, Tensor | np.generic) else token
         if type(value) is not int or not 0 <= value < vocab_size:  # `type`, because True is an int too
-            raise GraftError(f"the prompt holds {value!r}, which is no token id of this model (0 to {vocab_size - 1})")
+            raise GraftError(f"the prompt holds {value!r}, but token ids of this model are 0 to {vocab_size - 1}")
         ids.append(value)
     return ids
 

@@ -238,7 +238,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     parameters = list(model.parameters())
     kinds = {(p.device, p.dtype) for p in parameters}
     if len(kinds) > 1 or parameters[0].dtype not in DTYPES or any(type(p) is not nn.Parameter for p in parameters):
-        return "its weights are of several kinds, or of one that is not supported"
+        return "its weights have several dtypes or devices, or an unsupported type"
     rotary = parts.model.rotary_emb
     if rotary.rope_type not in STEADY_ROPES:
         return f"its rotary positions are of type {rotary.rope_type}"

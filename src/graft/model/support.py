@@ -39,7 +39,7 @@ def usable_model(model: PreTrainedModel) -> PreTrainedModel:
     inner: PreTrainedModel = getattr(model, "_orig_mod", model)
     # The class is not checked: adapters of other libraries wrap models and forward attributes.
     if not (isinstance(inner, nn.Module) and hasattr(inner, "config") and hasattr(inner, "get_input_embeddings")):
-        raise GraftError(f"a model is a transformers model, not {type(inner).__name__}: graft.load takes names too")
+        raise GraftError(f"expected a transformers model, not {type(inner).__name__}: graft.load also takes names")
     return inner
 
 

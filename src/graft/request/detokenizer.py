@@ -12,7 +12,7 @@ from graft.errors import GraftError
 _TAIL = 6  # prompt tokens decoded before the answer, so that the spaces of its first word are right
 _SHORT = 4  # tokens whose text is cached
 _LONGEST = 4  # tokens of one character: it has at most four bytes, and each may be a token
-_DAMAGED = 3 * _LONGEST  # so many held tokens probably never become a character
+_DAMAGED = 3 * _LONGEST  # this many held tokens probably never become a character
 _UNFINISHED = "\ufffd"  # decoders' replacement for bytes that are not (yet) a character
 
 

@@ -97,7 +97,7 @@ class Grafter:
     # Decisions
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
-        """All sources of candidates beside the drafter."""
+        """All sources of candidates except the drafter."""
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(isolated=settings.isolated),

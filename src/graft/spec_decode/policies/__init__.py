@@ -48,7 +48,7 @@ def policy_with(settings: PolicySettings, name: str, target: TargetRunner, draft
     """`make_policy` from settings."""
     require_known("policy", name, POLICIES)
     if POLICIES[name].drafts and drafter is None:
-        raise GraftError(f"policy {name!r} drafts with a head: name one with draft=")
+        raise GraftError(f"policy {name!r} needs a drafter: name one with draft=")
     return POLICIES[name](target, drafter, settings)
 
 

@@ -87,14 +87,14 @@ class Recognised:
             head.set_vocabulary(target_ids)
             t2d = self.tensors.get("t2d")
             marked = t2d is None or torch.equal(t2d.bool(), head.t2d)
-            require(marked, f"{self.folder}: t2d does not mark the tokens d2t leads to")
+            require(marked, f"{self.folder}: t2d does not mark the tokens that d2t maps to")
 
     def _check_tensors(self, expected: Mapping[str, Tensor], spell: Callable[[str], str]) -> None:
         if missing := sorted(expected.keys() - self.tensors.keys()):
             name = missing[0]
             raise GraftError(f"{self.folder} has no tensor {spell(name)}, expected as {list(expected[name].shape)}")
         if extra := sorted(self.tensors.keys() - expected.keys() - VOCABULARY - UNUSED_TENSORS):
-            raise GraftError(f"{self.folder} has a tensor {spell(extra[0])}, for which its config.json has no place")
+            raise GraftError(f"{self.folder} has a tensor {spell(extra[0])}, which does not fit its config.json")
         for name, parameter in expected.items():
             tensor, shape = self.tensors[name], parameter.shape
             require(
@@ -115,7 +115,7 @@ class Recognised:
         )
         target_ids = torch.arange(size) + d2t
         for token in (int(target_ids.min()), int(target_ids.max())):
-            require(0 <= token < vocab_size, f"{self.folder}: d2t leads to token {token}, outside the {vocab_size:,}")
+            require(0 <= token < vocab_size, f"{self.folder}: d2t maps to {token}, outside the {vocab_size:,} tokens")
         require(len(target_ids.unique()) == size, f"{self.folder}: d2t gives two draft tokens the same target token")
         return target_ids
 
@@ -177,7 +177,7 @@ def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_by
     """Write config.json and model.safetensors, or several files of at most `max_bytes` and their index."""
     room = _ONE_FILE if max_bytes is None else max_bytes - _HEADER
     for name, tensor in tensors.items():
-        require(tensor.nbytes <= room, f"{name} of {tensor.nbytes:,} bytes fits no file of {max_bytes or room:,}")
+        require(tensor.nbytes <= room, f"{name} of {tensor.nbytes:,} bytes exceeds a file of {max_bytes or room:,}")
     folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "config.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

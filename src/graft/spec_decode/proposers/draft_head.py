@@ -70,7 +70,7 @@ class HeadConfig(Settings):
         require(isinstance(eps, float) and eps > 0, f"rms_norm_eps must be a positive number, not {eps!r}")
         kind = self.rope.get("rope_type")
         require(kind in _ROPE_TYPES, f"rope_type {kind!r} is not one of {', '.join(_ROPE_TYPES)}")
-        require(self.rope.get("partial_rotary_factor", 1.0) == 1.0, "rotary positions for a part of a head only")
+        require(self.rope.get("partial_rotary_factor", 1.0) == 1.0, "partial rotary positions are not supported")
         try:
             Rotary(self.llama())
         except (KeyError, TypeError) as error:

@@ -35,7 +35,7 @@ class Vocabulary:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         require(
             isinstance(backend, Tokenizer),
-            f"{name} has another vocabulary, and no fast tokenizer (tokenizer.json) by which to compare texts",
+            f"{name} has another vocabulary, and no fast tokenizer (tokenizer.json) to convert texts with",
         )
         self._tokenizer = Tokenizer.from_str(backend.to_str())  # other threads may use the original
         self._tokenizer.no_truncation()

@@ -26,7 +26,7 @@ from graft.spec_decode.proposers.block.layouts import (
 )
 
 SLOTS = {"in-place": False, "shifted": True}
-# In a folder of its own: other loaders refuse tensors that they do not know, but do not read subfolders.
+# In a subfolder, which other loaders do not read: they refuse tensors that they do not know.
 _CONDITIONAL_FILE = Path("conditional_head") / "model.safetensors"
 _MASK = "mask_embedding"
 
@@ -35,7 +35,7 @@ _MASK = "mask_embedding"
 class Recognised(checkpoints.Recognised):
     """Content of a head's folder. `facts` lack values that follow from the target."""
 
-    slots_are_said: bool  # in config.json; else they are the default or the caller's choice
+    slots_are_said: bool  # whether config.json says which slots; False: the default or the caller's choice
 
     @property
     def kind(self) -> str:
@@ -83,7 +83,7 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
         if chosen is None:
             chosen = usually_shifted(layout, config, _is_dspark(facts, tensors))
         facts.setdefault("shifted", chosen)
-        require(facts["shifted"] == chosen, f"it says that the slots are not {slots}: leave the choice to it")
+        require(facts["shifted"] == chosen, f"it says that the slots are not {slots}: leave out the choice of slots")
     if (mask := _read_mask(folder / checkpoints.MASK_FILE, facts["mask_token_id"])) is not None:
         tensors[_MASK] = mask
         files += (checkpoints.MASK_FILE,)
@@ -124,7 +124,7 @@ def save_head(
 ) -> None:
     """Write a head. SGLang and vLLM can read its backbone. `extra_config` adds to config.json, or overrides it.
 
-    A conditional head has a file of its own, and so has the mask's vector, under vLLM's name for it.
+    A conditional head and the mask's vector have files of their own; the latter has vLLM's name.
     max_file_bytes: split the backbone into files of at most this size.
     """
     folder, config = Path(folder), head.config

@@ -46,10 +46,10 @@ class Shape(NamedTuple):
 
 
 class BlockBuffers(DraftBuffers):
-    """Static tensors, with those of blocks and trees."""
+    """Static tensors, including those of blocks and trees."""
 
     def __init__(self, fast: FastBlock, num_nodes: int, pool: PagePool, store: KVStore, number: int) -> None:
-        """num_nodes: the most of a tree."""
+        """num_nodes: the most nodes of a tree."""
         super().__init__(pool, store, fast.rotary(pool.tables.shape[1] * PAGE), number, num_passes=1)
         self.width = fast.config.block_size
         rows = torch.arange(self.max_rows, dtype=torch.int32, device=pool.device)
@@ -79,7 +79,7 @@ class BlockBuffers(DraftBuffers):
         )
 
     def two_ways(self, layout: Layout) -> Layout:
-        """The same slots, each of which sees all slots of its row."""
+        """The same slots for bidirectional layers: each slot sees all slots of its row."""
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
         return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 

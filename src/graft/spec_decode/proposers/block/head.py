@@ -25,7 +25,7 @@ KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]  # like `torch.nn.functional.linear`
 
-_GATHERED = 2**27  # most numbers of output weights to gather at once
+_GATHERED = 2**27  # the most output weights to gather at once
 
 
 def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -48,7 +48,7 @@ def logits_of(
 class BlockHead(DraftHead):
     """The network. Parameters have the names of z-lab's, DeepSpec's and TreeFlash's files.
 
-    Shapes: B rows, W slots or tokens, K predicting slots, m candidates of the token before, H hidden, D head_dim.
+    Shapes: B rows, W slots or tokens, K predicting slots, m candidates of the previous token, H hidden, D head_dim.
     """
 
     config: BlockConfig
@@ -137,14 +137,14 @@ class BlockHead(DraftHead):
         return hidden if self.config.shifted else hidden[..., 1:, :]
 
     def marginals(self, hidden: Tensor) -> Tensor:
-        """Logits [..., draft_vocab] of slots [..., H], independent of the token before."""
+        """Logits [..., draft_vocab] of slots [..., H], independent of the previous token."""
         return self._logits(self.norm(hidden))
 
     def conditionals(self, hidden: Tensor, parents: Tensor, shortlist: Tensor | None = None) -> Tensor:
-        """Logits [B, K, m, draft_vocab] of slots [B, K, H], each after m candidates of the token before, [B, K, m].
+        """Logits [B, K, m, draft_vocab] of slots [B, K, H], each after m candidates [B, K, m] of the previous token.
 
-        The root is the token before the first slot. A recurrent head needs all slots at once, others do not.
-        shortlist: draft ids [B, K, S] of the only tokens to compute, for logits [B, K, m, S].
+        The root precedes the first slot. A recurrent head needs all slots at once, others do not.
+        shortlist: compute logits [B, K, m, S] of only these draft ids [B, K, S].
         """
         require(self.config.has_conditionals, "this head has marginals only: it does not read the token before a slot")
         normed = self.norm(hidden)

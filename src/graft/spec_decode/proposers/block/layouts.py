@@ -1,8 +1,8 @@
 """Layouts of published block heads: names in `config.json` and of tensors, for reading and for writing our own.
 
 `checkpoint` reads and writes the files. `docs/checkpoints.md` says where each fact comes from. Projects borrow each
-other's names, so a setting is read wherever one of them puts it, and contradictions are refused. The architecture only
-tells where the layers' shape is, and defaults.
+other's names, so a setting is read from any place that one of them uses, and contradictions are refused. The
+architecture decides only where the layers' shape is, and defaults.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 _SPECULATORS = {"dflash": False, "dspark": True}  # speculators_model_type: whether slots are shifted by default
 
-# Places of layer numbers: whether they count outputs (the output of i is the input of i + 1, -1 the embeddings).
+# Places of layer numbers. True: they count outputs (the output of i is the input of i + 1, and -1 the embeddings).
 _LAYERS: dict[Place, bool] = {
     ("dflash_config", "target_layer_ids"): True,
     ("target_layer_ids",): True,
@@ -125,10 +125,10 @@ def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[st
     require(projector in (None, *_PROJECTORS), f"projector_type is {projector}, and only dflash and dspark are known")
     facts = read_shape(config, layout.shape, _ONLY) | _read_layers(layout, config)
     facts["block_size"] = _both(config, "block_size")
-    require(facts["block_size"] is not None, "block_size is missing: how many slots a block has")
+    require(facts["block_size"] is not None, "block_size, the number of slots of a block, is missing")
     check_size("block_size", facts["block_size"])
     facts["mask_token_id"] = _both(config, "mask_token_id")
-    require(facts["mask_token_id"] is not None, "mask_token_id is missing: which token stands in masked slots")
+    require(facts["mask_token_id"] is not None, "mask_token_id, the token of masked slots, is missing")
     for key in ("num_target_layers", "target_hidden_size"):
         if (value := _both(config, key)) is not None:
             facts[key] = value
@@ -150,7 +150,7 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
     """The config.json of a head in z-lab's layout, or in DeepSpec's if it has a Markov head."""
     layout = LAYOUTS["zlab" if head.markov is None else "deepspec"]
     windows = {window for window in head.windows if window is not None}
-    require(len(windows) <= 1, f"layers with different windows ({', '.join(map(str, sorted(windows)))}) have no layout")
+    require(len(windows) <= 1, f"no layout has layers with different windows ({', '.join(map(str, sorted(windows)))})")
     shape = write_shape(head) | {
         "model_type": "qwen3" if head.head_norms else "llama",
         "num_hidden_layers": head.num_layers,
@@ -159,7 +159,7 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
         "use_sliding_window": bool(windows),
         "tie_word_embeddings": False,
     }
-    # In both places, as readers differ in where they look.
+    # In both places, because readers differ in where they look.
     both = {
         "block_size": head.block_size,
         "mask_token_id": head.mask_token_id,
@@ -169,13 +169,13 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
     }
     nested: dict[str, Any] = dict(both)
     if head.causal != tuple(window is not None for window in head.windows):
-        require(len(set(head.causal)) == 1, "layers that are causal and layers that are not have no layout")
+        require(len(set(head.causal)) == 1, "no layout has both causal and non-causal layers")
         nested |= {"causal": head.causal[0], "causal_head": head.causal[0]}
         both["is_causal"] = head.causal[0]
     config = {"architectures": list(layout.architectures), **shape, **both, "dflash_config": nested}
     config["eagle_aux_hidden_state_layer_ids"] = list(head.target_layers)  # where vLLM looks first
     config["draft_vocab_size"] = head.draft_vocab_size
-    if head.target_hidden_size != head.hidden_size:  # readers may take the key itself for a difference
+    if head.target_hidden_size != head.hidden_size:  # readers may take the mere key for a difference
         config["target_hidden_size"] = head.target_hidden_size
     if head.markov is not None:
         config |= {"markov_rank": head.markov_rank, "markov_head_type": head.markov, "enable_confidence_head": False}
@@ -204,7 +204,7 @@ def _read_layers(layout: Layout, config: Json) -> dict[str, Any]:
 
 
 def _read_causal(config: Json, types: Collection[str]) -> tuple[bool, ...]:
-    """Whether each layer is causal: a setting for all of them, else those with a window are."""
+    """Whether each layer is causal: by a setting for all layers; without one, layers with a window are."""
     said = [value_at(config, place) for place in (("is_causal",), ("dflash_config", "causal"))]
     said += [value_at(config, ("dflash_config", "causal_head"))]
     said += [False if config.get("sliding_window_non_causal") else None]

@@ -1,7 +1,7 @@
 """Parts of a block head that read the token before a slot: DSpark's Markov head, TreeFlash's MLP.
 
 The backbone computes a slot's hidden state without knowing that token. These parts correct it for each candidate.
-Parameters have the names of the projects' files. Shapes: B rows, K slots, m candidates of the token before, H hidden.
+Parameters have the names of the projects' files. Shapes: B rows, K slots, m candidates of that token, H hidden.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
 
 
 class ConditionalHead(nn.Module):
-    """TreeFlash's correction of a hidden state by the embedding of the token before."""
+    """TreeFlash's correction of a hidden state by the embedding of the previous token."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTra
             for name in (name for name, its in files.items() if its == path.name):
                 own = layout.own_name(name.removeprefix(layout.prefix_for(config)))
                 if own is None:
-                    raise GraftError(f"it has a tensor {name}, for which an MTP head has no place")
+                    raise GraftError(f"it has a tensor {name}, which is not part of an MTP head")
                 tensor: Tensor = file.get_tensor(name)
                 is_quantised = not tensor.is_floating_point() or tensor.element_size() < 2
                 kind = str(tensor.dtype).removeprefix("torch.")
@@ -177,7 +177,7 @@ def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTra
 def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -> MtpHead:
     """Make the head from these tensors."""
     kind, config = type(target), target.config
-    require(config.get_text_config() is config, f"{kind.__name__} is more than a text model: its MTP head is not read")
+    require(config.get_text_config() is config, f"{kind.__name__} is not a text-only model: its MTP head is not read")
     width = config.hidden_size
     own = {"embedding_norm.weight": [width], "hidden_norm.weight": [width], "fc.weight": [width, 2 * width]}
     for name, shape in own.items():
@@ -200,12 +200,12 @@ def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -
             )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise GraftError(f"its MTP layer is no layer of {kind.__name__}: {reason}") from error
+        raise GraftError(f"its MTP layer does not fit {kind.__name__}: {reason}") from error
     block, report = loaded
     for name in sorted(report["missing_keys"]):
         raise GraftError(f"it has no tensor {layout.spell(name, config)}, which its MTP layer needs")
     for name in sorted(report["unexpected_keys"]):
-        raise GraftError(f"it has a tensor {layout.spell(name, config)}, for which its MTP layer has no place")
+        raise GraftError(f"it has a tensor {layout.spell(name, config)}, which is not part of its MTP layer")
     for name, its, expected in sorted(report["mismatched_keys"]):
         raise GraftError(f"{layout.spell(name, config)} is {list(its)}, expected as {list(expected)}")
     head = MtpHead(block.to(target.device), target)

@@ -68,7 +68,7 @@ class MtpHead(nn.Module):
 
     @torch.no_grad()
     def key_value_heads(self) -> tuple[Heads, Heads]:
-        """Heads of what the layer caches as keys and as values, which may be smaller than these."""
+        """Number and size of heads that the layer caches as keys and as values, which may be compressed."""
         cache: Any = DynamicCache(config=self.block.config)
         inputs = self.fc.weight.new_zeros(1, 1, self.fc.out_features)
         self.block.get_decoder()(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
