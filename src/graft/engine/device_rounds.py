@@ -12,7 +12,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from graft.model.captures import (
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NUM_KINDS, RowDraws, draft_temperature
+from graft.model.noise import NUM_KINDS, RowDraws, draft_temperature, share_powers
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -387,7 +387,7 @@ class DeviceRounds:
             "owners": [self._learned.owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
             "kinds": [own.kind for own in draws],
-            "powers": [_share_powers(own.temperature) for own in draws],
+            "powers": [share_powers(own.temperature, NUM_BUCKETS) for own in draws],
             "seeds": [own.seed for own in settings],
             "temperatures": [own.temperature for own in settings],
             "draft_temperatures": [own.temperature for own in draws],
@@ -594,13 +594,6 @@ class DeviceRounds:
                 rest_seconds=rest,
             )
         )
-
-
-@lru_cache(maxsize=64)
-def _share_powers(temperature: float) -> list[float]:
-    """`RowDraws.share_power` of each bucket. Cached, since most rows have the same few temperatures."""
-    draws = RowDraws(0, 0, temperature)
-    return [draws.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)]
 
 
 def _state_of(pool: PagePool) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,6 +95,13 @@ class RowDraws:
             noise += torch.where(tokens == token, bias / (self.temperature or 1.0), 0.0)
         if depth <= self.num_unending:
             noise.masked_fill_(torch.isin(tokens, torch.tensor(self.endings, device=noise.device)), -torch.inf)
+
+
+@lru_cache(maxsize=64)
+def share_powers(temperature: float, count: int) -> list[float]:
+    """`RowDraws.share_power` of 0, 1/2, 1, ... halvings. Cached, since most rows have the same few temperatures."""
+    draws = RowDraws(0, 0, temperature)
+    return [draws.share_power(number / 2) for number in range(count)]
 
 
 class ComingDraws:
