@@ -166,7 +166,10 @@ def test_default_layers_are_early_middle_and_late(num_layers, layers):
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
         ({"sliding_window": 0}, "sliding_window must be a positive whole number"),
-        ({"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial rotary positions are not supported"),
+        (
+            {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial rotary positions are not supported",
+        ),
         ({"layers": (1, 2)}, "unknown setting 'layers'"),
     ],
 )
