@@ -129,7 +129,7 @@ def test_unrolled_steps_share_one_compiled_attention_which_is_the_dense_one(monk
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    functions = packing.flex_functions(compiled=False)
+    functions = packing.flex_functions(is_compiled=False)
     compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
     monkeypatch.setattr(eagle3_training, "flex_functions", lambda **_: compiled)
     starts = torch.tensor([0] * 60 + [60] * 68).expand(2, -1)

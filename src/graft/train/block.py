@@ -216,7 +216,7 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
     def mask(causal: bool, window: int | None) -> Any:
         seen = seen_by_blocks(config.block_size, causal, window, batch)
         if flex:
-            _, make = flex_functions(compiled=device.type == "cuda")
+            _, make = flex_functions(is_compiled=device.type == "cuda")
             return make(seen, rows, None, num_queries, num_keys, device=device)
         row = torch.arange(rows, device=device)[:, None, None]
         query = torch.arange(num_queries, device=device)[:, None]
@@ -230,7 +230,7 @@ def block_attention(head: BlockHead, batch: PackedBatch, past: KeyValue, flex: b
         shown = mask(config.causal[layer], config.windows[layer])
         if not flex:
             return attend(query, keys, values, shown)
-        run, _ = flex_functions(compiled=device.type == "cuda")
+        run, _ = flex_functions(is_compiled=device.type == "cuda")
         out: Tensor = run(query, keys, values, block_mask=shown, enable_gqa=True)
         return out
 

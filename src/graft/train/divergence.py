@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from graft.train.trainer import compiled
 
 
 def divergence(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,8 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        run = _compiled_divergence() if logits.is_cuda else _divergence_and_gradient
+        # Compiled, it takes a few kernels instead of a dozen passes over tensors of vocabulary size.
+        run = compiled(_divergence_and_gradient) if logits.is_cuda else _divergence_and_gradient
         divergence, gradient, label_log_probs = run(logits, wanted, labels)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(label_log_probs)
@@ -38,9 +39,3 @@ def _divergence_and_gradient(logits: Tensor, wanted: Tensor, labels: Tensor) -> 
     shares = target.exp()
     divergence = (shares * (target - own)).sum(dim=-1)
     return divergence, (own.exp() - shares).to(logits.dtype), own.gather(-1, labels[..., None]).squeeze(-1)
-
-
-@functools.cache
-def _compiled_divergence() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """A few kernels instead of a dozen passes over tensors of vocabulary size."""
-    return torch.compile(_divergence_and_gradient, dynamic=False)

@@ -6,7 +6,6 @@ true entries up to there and then to the head's own. All steps learn the target'
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from graft.train.packing import (
     labelled_chunks,
     target_states,
 )
-from graft.train.trainer import TrainSettings, autocast, split_by_prompt
+from graft.train.trainer import TrainSettings, autocast, compiled, split_by_prompt
 
 _EVAL_BATCHES = 8
 _COVERAGE = 0.98  # 0.994 needs almost twice the tokens for SmolLM2-135M, and a draft pass then takes 14 % longer
@@ -190,7 +189,10 @@ def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unr
 
     Entry i has the feature of token i and the embedding of token i + 1, and predicts token i + 2.
     """
-    to_qkv, finish = _layer_functions(compiled=flex)
+    to_qkv: Callable[..., Any] = Eagle3Head.qkv
+    finish: Callable[..., Any] = Eagle3Head.finish
+    if flex:  # compiled, norms and rotations take a few passes over memory, not dozens
+        to_qkv, finish = compiled(to_qkv), compiled(finish)
     embeddings = head.embed(batch.tokens.roll(-1, dims=1))
     hidden = head.fuse(features.to(head.fc.weight.dtype))
     keys: list[Tensor] = []
@@ -204,14 +206,6 @@ def unrolled_outputs(head: Eagle3Head, features: Tensor, batch: PackedBatch, unr
         outputs.append(finish(head, attention, hidden))
         hidden = _shifted(outputs[-1], 1, dim=1)  # the head's own output stands in for the next token's feature
     return outputs
-
-
-@functools.cache
-def _layer_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`Eagle3Head.qkv` and `finish`, compiled, so that norms and rotations take few passes over memory, not dozens."""
-    if not compiled:
-        return Eagle3Head.qkv, Eagle3Head.finish
-    return torch.compile(Eagle3Head.qkv, dynamic=False), torch.compile(Eagle3Head.finish, dynamic=False)
 
 
 def unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], starts: Tensor, flex: bool) -> Tensor:
@@ -247,7 +241,7 @@ def _attention_to_text(
 
     rows, length = starts.shape
     if flex:
-        run, make_mask = flex_functions(compiled=True)
+        run, make_mask = flex_functions(is_compiled=True)
         mask = make_mask(seen, rows, None, length, length, device=query.device)
         out, weight = run(query, key, value, block_mask=mask, enable_gqa=True, return_lse=True)
         return out, weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from graft.model import evaluating
 from graft.model.decoder_layers import layers_of
 from graft.train.generate_data import Answered
-from graft.train.trainer import Batches, TrainSettings
+from graft.train.trainer import Batches, TrainSettings, compiled
 
 _OPEN_ROWS = 8  # rows that still accept answers; more would waste less space and take longer to plan
 
@@ -121,14 +120,13 @@ def target_states(
     return TargetStates(features, states.last_hidden_state)
 
 
-@functools.cache
-def flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def flex_functions(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if not compiled:
+    if not is_compiled:
         return flex_attention, create_block_mask
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return compiled(flex_attention), compiled(create_block_mask)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ the seed and the step, so a step number determines the position in the data.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -115,6 +116,12 @@ def split_by_prompt(answers: Sequence[Answered], share: float) -> tuple[list[Ans
     for prompt, answer in zip(prompts, answers, strict=True):
         parts[rank[prompt] % every != 0].append(answer)
     return parts
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled once for each shape of its inputs."""
+    return torch.compile(function, dynamic=False)
 
 
 def autocast(device: torch.device, settings: TrainSettings) -> torch.autocast:
