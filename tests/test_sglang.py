@@ -1,6 +1,8 @@
 """The SGLang plugin without SGLang or a GPU: texts and trees, and whole rounds over a stand-in."""
 
+import ast
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -544,3 +546,13 @@ def test_wrong_flags_end_the_launcher_with_one_line_and_a_wrong_head_once_it_is_
         sglang.server_args(speculative_adaptive=True).check_server_args()
     with pytest.raises(GraftError, match="LlamaForCausalLMEagle3"):
         sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker("LlamaForCausalLM"))
+
+
+def test_kernels_use_no_python_function_of_triton():
+    """SGLang replaces triton.next_power_of_2 by a plain function, with which no kernel that uses it compiles."""
+    source = Path(kernels.__file__).parents[2]
+    for path in source.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
+                body = "\n".join(ast.unparse(line) for line in function.body)
+                assert "triton." not in body, f"{path.name}: {function.name}"

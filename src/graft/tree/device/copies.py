@@ -97,6 +97,7 @@ def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, ma
         pool.capacity,
         shape.first_copy,
         NUM_PLACES=shape.num_places,
+        PLACES=triton.next_power_of_2(shape.num_places),
         BLOCK=triton.next_power_of_2(shape.first_copy),
     )
 
@@ -259,6 +260,7 @@ def _choose_places_kernel(
     capacity: int,
     width: int,
     NUM_PLACES: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """A program is one row."""
@@ -276,7 +278,7 @@ def _choose_places_kernel(
         is_place = is_drafted & (best > 0) & (tl.load(depths + first + node) < max_depth)
         tl.store(places + row * NUM_PLACES + count, node, mask=is_place)
         count += is_place.to(tl.int32)
-    rest = tl.arange(0, triton.next_power_of_2(NUM_PLACES))
+    rest = tl.arange(0, PLACES)
     tl.store(places + row * NUM_PLACES + rest, -1, mask=(rest >= count) & (rest < NUM_PLACES))
 
 
