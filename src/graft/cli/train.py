@@ -49,17 +49,20 @@ TRAINING: Group = {
 }
 EAGLE3: Group = {
     "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "98 % of the answers' tokens"),
-    "norm_before_residual": _eagle3(
+    "is_normed": _eagle3(
         bool,
-        "Add the layer's output to the normed hidden state, or to the hidden state itself, as SGLang expects.",
-        "normed-residual",
-        flag="--normed-residual/--plain-residual",
+        "Norm the target's features and the head's output, as in EAGLE-3.1, or neither, for engines that cannot.",
+        "normed",
+        flag="--normed/--plain",
     ),
     "unroll": _eagle3(int, "Draft depths to train.", "5"),
     "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
     "greedy_weight": _eagle3(
         float, "Share of the loss's target that is the likeliest token; the rest is the model's distribution.", "0"
     ),
+}
+START: Group = {
+    "start_from": _heads(Path, "Start with the weights of this head.", metavar="HEAD"),
 }
 HEADS: Group = {
     "flex": _heads(bool, "On a GPU, use FlexAttention or a dense mask.", "flex", flag="--flex/--dense"),
@@ -101,15 +104,14 @@ PRUNED: Group = {
     "measured": _pruned(int, "Tokens on which layers are compared, prompts included.", "4096"),
 }
 FILES: Group = {
-    "start_from": _block(Path, "Start with the weights of this head.", metavar="HEAD"),
     "max_file_mib": _block(int, "Split the weights into files of at most this size.", "one file"),
 }
 
 
-OF_KINDS: Group = LAYERS | EAGLE3 | HEADS | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
-_BLOCK_HEADS = LAYERS | HEADS | SHAPE | BLOCK | FILES
+OF_KINDS: Group = LAYERS | EAGLE3 | START | HEADS | SHAPE | BLOCK | FILES | PRUNED  # options that only some kinds take
+_BLOCK_HEADS = LAYERS | START | HEADS | SHAPE | BLOCK | FILES
 _BY_KIND = {
-    "eagle3": EAGLE3 | HEADS,
+    "eagle3": EAGLE3 | START | HEADS,
     "dflash": _BLOCK_HEADS,
     "treeflash": _BLOCK_HEADS,
     "depth-pruned": LAYERS | PRUNED,
@@ -206,8 +208,8 @@ def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
     from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
     if kind == "eagle3":
-        shape = {name: of_kind.pop(name) for name in ("draft_vocab_size", "norm_before_residual") if name in of_kind}
-        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **shape)
+        own = {name: of_kind.pop(name) for name in ("draft_vocab_size", "is_normed", "start_from") if name in of_kind}
+        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **own)
     count = of_kind.get("num_layers", 1)
     require(count >= 1, f"--layers must be at least 1, not {count}")
     if kind == "depth-pruned":

@@ -49,20 +49,24 @@ class Eagle3Settings(TrainSettings):
         require(0 <= self.greedy_weight < 1, f"greedy_weight must be from 0 to below 1, not {self.greedy_weight}")
 
 
-def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int | None = None) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, ascending, and the share of answer tokens they cover.
-
-    Without a size, as many as cover `_COVERAGE` of the answer tokens, rounded up to a multiple of `_VOCAB_STEP`.
-    """
+def count_tokens(answers: Sequence[Answered], vocab_size: int) -> Tensor:
+    """How often each token [vocab_size] occurs in the answers."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for answer in answers:
         counts += answer.tokens[answer.num_prompt_tokens :].long().bincount(minlength=vocab_size)
+    return counts
+
+
+def draft_vocabulary(counts: Tensor, size: int | None = None) -> Tensor:
+    """The `size` most frequent tokens, ascending.
+
+    Without a size, as many as cover `_COVERAGE` of the answers, rounded up to a multiple of `_VOCAB_STEP`.
+    """
     if size is None:
         covered = counts.sort(descending=True).values.cumsum(0) / counts.sum()
         needed = int((covered < _COVERAGE).sum()) + 1
-        size = min(vocab_size, -(-needed // _VOCAB_STEP) * _VOCAB_STEP)
-    chosen = counts.topk(size).indices.sort().values
-    return chosen, float(counts[chosen].sum() / counts.sum())
+        size = min(len(counts), -(-needed // _VOCAB_STEP) * _VOCAB_STEP)
+    return counts.topk(size).indices.sort().values
 
 
 @torch.no_grad()

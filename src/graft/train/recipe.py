@@ -27,7 +27,7 @@ from graft.train import card
 from graft.train import eagle3 as eagle3_training
 from graft.train.block import BlockObjective, BlockSettings, BlockShape, unused_token
 from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, DepthPrunedSettings, measured_text
-from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, draft_vocabulary
+from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, count_tokens, draft_vocabulary
 from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
 from graft.train.layer_pruning import RemovalOrder, find_removal_order
 from graft.train.packing import PackedBatches
@@ -91,19 +91,30 @@ class Eagle3Recipe:
     describe = staticmethod(card.eagle3_text)
     settings: Eagle3Settings
     draft_vocab_size: int | None = None  # None: enough for almost all tokens of the answers
-    norm_before_residual: bool = True  # accuracy then hardly falls with depth; SGLang reads only heads without it
+    is_normed: bool = True  # norms of features and output, as in EAGLE-3.1: accuracy then hardly falls with depth
+    start_from: Path | None = None  # a head to train further, instead of a new one
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
-        answers, target = run.answers, run.engine.target
-        size, most, model = self.draft_vocab_size, target.vocab_size, target.model
+        model = run.engine.target.model
+        counts = count_tokens(run.answers, run.engine.target.vocab_size)
+        head = self._new_head(model, counts) if self.start_from is None else self._saved_head(model, self.start_from)
+        coverage = float(counts[head.target_ids.cpu()].sum() / counts.sum())
+        return Eagle3Objective(head, model, run.answers, self.settings), {"vocabulary_coverage": coverage}
+
+    def _new_head(self, model: PreTrainedModel, counts: torch.Tensor) -> eagle3.Eagle3Head:
+        size, most = self.draft_vocab_size, len(counts)
         require(size is None or 1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
-        vocabulary, coverage = draft_vocabulary(answers, most, size)
-        changes: dict[str, Any] = {"norm_before_residual": self.norm_before_residual}
+        changes: dict[str, Any] = {"fc_norm": self.is_normed, "norm_output": self.is_normed}
         num_layers = model.config.get_text_config().num_hidden_layers
         if num_layers >= 2 * _NUM_TAPS:  # smaller targets keep EAGLE-3's three layers
             changes["target_layers"] = block.default_target_layers(num_layers, _NUM_TAPS)
-        head = new_eagle3_head(model, vocabulary, **changes)
-        return Eagle3Objective(head, model, answers, self.settings), {"vocabulary_coverage": coverage}
+        return new_eagle3_head(model, draft_vocabulary(counts, size), **changes)
+
+    def _saved_head(self, model: PreTrainedModel, path: Path) -> eagle3.Eagle3Head:
+        fixed = self.draft_vocab_size is None and self.is_normed
+        require(fixed, "a head that is trained further keeps its draft vocabulary and norms: drop their options")
+        embedding: Any = model.get_input_embeddings().weight
+        return eagle3.load_head(path, model.config, torch.float32, model.device, embedding.detach())
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, eagle3.Eagle3Head)
