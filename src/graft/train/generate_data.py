@@ -53,23 +53,23 @@ class Answered:
 
 
 class BatchDecoder:
-    """Plain decoding of a fixed batch."""
+    """Plain decoding of a batch of prompts, which are read once and may be answered several times."""
 
-    def __init__(self, target: TargetRunner, num_rows: int, num_slots: int) -> None:
-        self._target = target
-        self._cache = target.open(num_rows, num_slots)
+    def __init__(self, target: TargetRunner, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        self._target, self._prompts, self._max_new_tokens = target, prompts, max_new_tokens
+        self._cache = target.open(len(prompts), max(map(len, prompts)) + max_new_tokens)
+        self._prefill(prompts)
 
     @torch.no_grad()
-    def answer(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
-    ) -> list[list[int]]:
+    def answer(self, temperature: float, eos_token_ids: Sequence[int]) -> list[list[int]]:
         """One answer per prompt, including its end token; greedy at temperature 0."""
-        self._prefill(prompts)
-        tokens = torch.tensor([prompt[-1] for prompt in prompts])
+        for row, prompt in zip(self._cache.rows, self._prompts, strict=True):
+            row.length = len(prompt) - 1
+        tokens = torch.tensor([prompt[-1] for prompt in self._prompts])
         endings = torch.tensor(list(eos_token_ids), dtype=torch.int64)
         ended = torch.zeros_like(tokens, dtype=torch.bool)
         answers = []
-        for _ in range(max_new_tokens):
+        for _ in range(self._max_new_tokens):
             tokens = self._next(tokens, temperature)
             answers.append(tokens)
             ended |= torch.isin(tokens, endings)
@@ -80,10 +80,9 @@ class BatchDecoder:
     def release(self) -> None:
         self._cache.release()
 
+    @torch.no_grad()
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Prefill every prompt except its last token, several prompts per step."""
-        for row in self._cache.rows:
-            row.length = 0
         while True:
             room, chunks = self._target.chunk_size, []
             for row, prompt in zip(self._cache.rows, prompts, strict=True):
@@ -129,21 +128,24 @@ def write_answers(
     require(bool(fitting), f"no prompt has at most {most} tokens, the most that fits with its answer")
     by_length = sorted(fitting, key=len)
     groups = [by_length[i : i + settings.num_rows] for i in range(0, len(by_length), settings.num_rows)]
-    shards = [(group, t) for group in range(len(groups)) for t in range(len(settings.temperatures))]
-    for done, (group, rank) in enumerate(shards):
-        path = folder / f"answers-{group:05d}-{rank:02d}.safetensors"
-        num_tokens = 0
-        if not path.exists():
-            if time.perf_counter() >= deadline:
-                return False
-            prompt_group, temperature = groups[group], settings.temperatures[rank]
-            decoder = BatchDecoder(target, len(prompt_group), len(prompt_group[-1]) + settings.max_new_tokens)
-            torch.manual_seed(settings.seed + 1_000_003 * group + rank)
-            answers = decoder.answer(prompt_group, settings.max_new_tokens, temperature, eos_token_ids)
+    total, done = len(groups) * len(settings.temperatures), 0
+    for group, prompt_group in enumerate(groups):
+        decoder = None  # all temperatures answer after the same prompts
+        for rank, temperature in enumerate(settings.temperatures):
+            path = folder / f"answers-{group:05d}-{rank:02d}.safetensors"
+            num_tokens = 0
+            if not path.exists():
+                if time.perf_counter() >= deadline:
+                    return False
+                decoder = decoder or BatchDecoder(target, prompt_group, settings.max_new_tokens)
+                torch.manual_seed(settings.seed + 1_000_003 * group + rank)
+                answers = decoder.answer(temperature, eos_token_ids)
+                _save_shard(path, prompt_group, answers)
+                num_tokens = sum(map(len, answers))
+            done += 1
+            progress(done, total, num_tokens)
+        if decoder is not None:
             decoder.release()
-            _save_shard(path, prompt_group, answers)
-            num_tokens = sum(map(len, answers))
-        progress(done + 1, len(shards), num_tokens)
     return True
 
 
