@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import pytest
@@ -25,6 +26,7 @@ from graft.train.eagle3 import (
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
 from graft.train.packing import PackedBatch
+from graft.train.recipe import Eagle3Recipe, Outcome, TimeIsUp, train_head
 from graft.train.trainer import optimize, split_by_prompt
 from heads import make_head, plain_draft
 from tiny import VOCAB, tiny_model, tiny_multimodal
@@ -121,11 +123,29 @@ def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):
         write_answers(target, prompts(), [], replace(settings, max_new_tokens=11), tmp_path / "a")
 
 
-def test_the_layers_of_every_target_are_compiled_wherever_it_keeps_them(monkeypatch):
-    model, compiled = tiny_multimodal("gemma3"), []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: compiled.append(layer))
-    packing.compile_layers(model)
-    assert compiled == list(model.base_model.language_model.layers)
+def test_the_layers_of_every_target_are_compiled_wherever_it_keeps_them_and_only_while_it_trains():
+    model = tiny_multimodal("gemma3")
+
+    def compiled():
+        return [module for module in model.modules() if module._compiled_call_impl is not None]
+
+    with pytest.raises(KeyboardInterrupt), packing.compiled_layers(model):
+        assert compiled() == list(model.base_model.language_model.layers)
+        raise KeyboardInterrupt
+    assert compiled() == []
+
+
+@pytest.mark.parametrize("error", [TimeIsUp(Outcome("measure", 1, 2)), KeyboardInterrupt()])
+def test_an_engine_has_no_compiled_layers_when_training_has_ended(model, tmp_path, error):
+    class Recipe(Eagle3Recipe):
+        def prepare(self, run):
+            run.until_trained.enter_context(packing.compiled_layers(model))
+            raise error
+
+    write_answers(TargetRunner(model), prompts(1), [], AnswerSettings(max_new_tokens=2), tmp_path)
+    with suppress(KeyboardInterrupt):
+        train_head(Engine(model, policy="off"), [], tmp_path, Recipe(SETTINGS), AnswerSettings(), answers_from=tmp_path)
+    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from graft.train.generate_data import Answered
 from graft.train.packing import (
     PackedBatch,
     PackedBatches,
-    compile_layers,
     flex_functions,
     labelled_chunks,
     target_states,
@@ -110,8 +109,6 @@ class Eagle3Objective:
         self._held_back = PackedBatches(held_back, settings, settings.max_tokens)
         self.training_batches = PackedBatches(training, settings, settings.max_tokens)
         self._device = head.fc.weight.device
-        if settings.flex and self._device.type == "cuda":
-            compile_layers(model)
 
     def backward(self, step: int) -> dict[str, Tensor | float]:
         batch = self.training_batches.at(step).to(self._device)

@@ -129,10 +129,21 @@ def flex_functions(is_compiled: bool) -> tuple[Callable[..., Any], Callable[...,
     return compiled(flex_attention), compiled(create_block_mask)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer of the target, for batches of one shape. All layers share what is compiled."""
-    for layer in layers_of(model):
-        layer.compile(dynamic=False)
+@contextmanager
+def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which each layer of the target is compiled, for batches of one shape. Layers share what is compiled.
+
+    Steps of an engine have many shapes, so it must not be left with compiled layers.
+    """
+    layers = list(layers_of(model))
+    before = [layer._compiled_call_impl for layer in layers]
+    try:
+        for layer in layers:
+            layer.compile(dynamic=False)
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer._compiled_call_impl = own
 
 
 def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, **options: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, Dep
 from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, count_tokens, draft_vocabulary
 from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
 from graft.train.layer_pruning import RemovalOrder, find_removal_order
-from graft.train.packing import PackedBatches
+from graft.train.packing import PackedBatches, compiled_layers
 from graft.train.trainer import Objective, TrainSettings, optimize
 
 _NUM_TAPS = 5  # target layers that an EAGLE-3 head reads; they are read once per accepted token, not per draft pass
@@ -67,6 +68,7 @@ class Run:
     work: Path  # folder for intermediate results, from which a later run resumes
     report: Callable[[Report], None]
     deadline: float  # in `time.perf_counter` seconds
+    until_trained: ExitStack = field(default_factory=ExitStack)  # contexts to leave when training ends
 
 
 class Recipe(Protocol):
@@ -99,6 +101,8 @@ class Eagle3Recipe:
         counts = count_tokens(run.answers, run.engine.target.vocab_size)
         head = self._new_head(model, counts) if self.start_from is None else self._saved_head(model, self.start_from)
         coverage = float(counts[head.target_ids.cpu()].sum() / counts.sum())
+        if self.settings.flex and model.device.type == "cuda":
+            run.until_trained.enter_context(compiled_layers(model))
         return Eagle3Objective(head, model, run.answers, self.settings), {"vocabulary_coverage": coverage}
 
     def _new_head(self, model: PreTrainedModel, counts: torch.Tensor) -> eagle3.Eagle3Head:
@@ -218,12 +222,13 @@ def train_head(
         f"{source} holds answers of another model: token {largest} is outside this model's vocabulary",
     )
     run = Run(engine, answers, work, report, deadline)
-    try:
-        objective, facts = recipe.prepare(run)
-    except TimeIsUp as stop:
-        return stop.outcome
     steps, training = recipe.settings.steps, work / "training"
-    done = optimize(objective, recipe.settings, training, len(answers), lambda r: report(_step(r, steps)), deadline)
+    with run.until_trained:
+        try:
+            objective, facts = recipe.prepare(run)
+        except TimeIsUp as stop:
+            return stop.outcome
+        done = optimize(objective, recipe.settings, training, len(answers), lambda r: report(_step(r, steps)), deadline)
     recipe.save(run, objective.head, folder)
     facts |= {
         "prompts": len({a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers}),
@@ -303,10 +308,10 @@ def new_block_head(
 def _load_weights(head: block.BlockHead, path: Path, model: PreTrainedModel) -> None:
     """Copy the weights of a saved head, which may lack the new head's conditional head or mask."""
     other = block.load_head(path, model.config, head.fc.weight.dtype, head.fc.weight.device)
-    for field in fields(other.config):
-        own, saved = getattr(head.config, field.name), getattr(other.config, field.name)
-        may_differ = field.name in ("conditional", "own_mask", "mask_token_id")
-        require(may_differ or own == saved, f"cannot start from {path}: its {field.name} is {saved}, not {own}")
+    for name in (each.name for each in fields(other.config)):
+        own, saved = getattr(head.config, name), getattr(other.config, name)
+        may_differ = name in ("conditional", "own_mask", "mask_token_id")
+        require(may_differ or own == saved, f"cannot start from {path}: its {name} is {saved}, not {own}")
     head.load_state_dict(other.state_dict(), strict=False)
 
 
