@@ -53,7 +53,7 @@ def test_an_exported_head_has_the_engines_names_and_the_same_weights(engine, arc
 
 def test_a_head_that_sglang_would_compute_differently_is_not_exported_to_it(tmp_path):
     saved_head(tmp_path / "head", norm_before_residual=True)
-    with pytest.raises(GraftError, match="SGLang does not know this head's normed residual"):
+    with pytest.raises(GraftError, match="SGLang does not know the head's normed residual"):
         export_head(tmp_path / "head", tmp_path / "out", "sglang", "owner/target", TARGET)
     assert not (tmp_path / "out").exists()
     export_head(tmp_path / "head", tmp_path / "out", "vllm", "owner/target", TARGET)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
 from graft.files import read_json
+from graft.integrations.sglang.settings import check_residual
 from graft.rendering import render
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
@@ -72,10 +73,8 @@ def export_head(
     dtype = _dtype(source)
     if kind == "eagle3":
         own = eagle3.load_head(source, target, dtype, "cpu")
-        require(
-            engine != "sglang" or not own.config.norm_before_residual,
-            "SGLang does not know this head's normed residual: train one with --plain-residual, or export to vllm",
-        )
+        if engine == "sglang":
+            check_residual(own.config.norm_before_residual)
         verifier = {"name_or_path": model, "architectures": list(target.architectures or [])}
         eagle3.save_head(own, _new_folder(folder), ENGINES[engine], _named(engine, verifier))
         about, drafts = f"One decoder layer, {own.config.draft_vocab_size:,} draft tokens", 5

@@ -182,14 +182,19 @@ def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
 
 def check_head(config: Mapping[str, Any]) -> None:
     """Refuse a head that SGLang would not load as an EAGLE-3 head, or would compute differently."""
-    require(
-        not config.get("norm_before_residual"),
-        "SGLang does not know the head's normed residual (norm_before_residual): train one with --plain-residual",
-    )
+    check_residual(bool(config.get("norm_before_residual")))
     architectures = config.get("architectures") or []
     named = ", ".join(map(str, architectures)) or "nothing"
     require(
         list(architectures) == [HEAD],
         f'the head\'s config.json must say "architectures": ["{HEAD}"], by which SGLang knows an EAGLE-3 head; '
         f"it names {named}",
+    )
+
+
+def check_residual(is_normed: bool) -> None:
+    """Refuse a head that takes the residual after the norm (`norm_before_residual`)."""
+    require(
+        not is_normed,
+        "SGLang does not know the head's normed residual (norm_before_residual): train one with --plain-residual",
     )
