@@ -10,6 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,7 @@ class StepCost:
         self._shape = [shape(size) for size in self.sizes]
         self._corrections: dict[int, float] = {}  # logarithms, by index of an observed size
         self._counts = [0] * len(self.sizes)
+        self._guesses: set[int] = set()  # sizes whose time a restored state only guesses
         self._levels = [0.0] * len(self.sizes)  # the level when each was last observed
         self._optimism = [0.0] * len(self.sizes)  # logarithms, at most 0
         self._level: float | None = None  # logarithm; None before the first observation
@@ -138,25 +140,33 @@ class StepCost:
                 seconds.append(time_step(target, size))
             except torch.OutOfMemoryError:  # perhaps of pages: then no step can have that size
                 break
-        last = len(seconds) - 1
-        seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
-        self.restore({"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(seconds).double()})
+        timed = torch.tensor(self.sizes[: len(seconds)])
+        self.restore({"step_sizes": timed, "step_seconds": torch.tensor(seconds).double()})
 
     def state(self) -> dict[str, Tensor]:
-        """The seconds of each size; empty if none is known."""
+        """By size, the seconds without optimism and how well they are known; empty if none is known."""
         if not self.is_known:
             return {}
-        return {"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(self._seconds).double()}
+        monotonic = list(accumulate(reversed(self._unbiased), min))[::-1]
+        return {
+            "step_sizes": torch.tensor(self.sizes),
+            "step_seconds": torch.tensor(monotonic).double(),
+            "step_counts": torch.tensor(self._counts),
+        }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore from `state`, which may be of other sizes."""
+        """Restore from `state`, which may be of other sizes. Without counts, its sizes are well known."""
         if "step_sizes" not in state or "step_seconds" not in state:
             return
         known = StepCost(state["step_sizes"].tolist())
         known.is_padded, known._seconds = self.is_padded, state["step_seconds"].tolist()
         self._shape = [known.seconds(size) for size in self.sizes]
-        self._corrections, self._level, self.largest, self._num_observed = {}, 0.0, self.sizes[-1], FIRST
-        self._counts = [round(1 / WEIGHT)] * len(self.sizes)  # all are well known
+        counts = state["step_counts"].tolist() if "step_counts" in state else [round(1 / WEIGHT)] * len(known.sizes)
+        by_size = dict(zip(known.sizes, counts, strict=True))
+        self._counts = [by_size.get(size, 0) for size in self.sizes]
+        self._guesses = {place for place, count in enumerate(self._counts) if count == 0}
+        self._corrections, self._level, self._num_observed = {}, 0.0, FIRST
+        self.largest = max((size for size, count in by_size.items() if count), default=self.sizes[0])
         self._levels, self._optimism = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
         self._update()
 
@@ -172,8 +182,13 @@ class StepCost:
                 least = min(own, least)
 
     def _correction(self, place: int) -> float:
-        """The logarithmic correction of a size: its own, or interpolated between the nearest observed sizes."""
+        """The logarithmic correction of a size: its own, or interpolated between the nearest observed sizes.
+
+        What was observed of guesses says nothing about sizes that were known before.
+        """
         known = self._corrections
+        if place not in known and place not in self._guesses:
+            known = {other: correction for other, correction in known.items() if other not in self._guesses}
         if place in known or not known:
             return known.get(place, 0.0)
         low = max((other for other in known if other < place), default=min(known))
