@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from graft.errors import ModelError
 from graft.hub.convert import convert_gguf
 from graft.hub.draft_names import is_here
+from graft.hub.load import load_model
 from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, readable_size
 from graft.tuning.drafters import full_name
@@ -150,6 +151,39 @@ def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(tm
     assert newer == older and (newer / "weights").read_bytes() == EMPTY + b"newer one"
     assert {path for path in models.iterdir() if not path.name.startswith(".")} == {other, longer, newer}
     assert not list(models.glob(".*scratch*"))
+
+
+def test_a_file_that_changes_during_its_conversion_is_not_recorded_as_what_it_was(tmp_path, monkeypatch):
+    def convert(file, folder):
+        file.write_bytes(EMPTY + b"newer one")
+        folder.mkdir()
+        (folder / "weights").write_bytes(file.read_bytes())
+
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", convert)
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(EMPTY + b"older")
+    with pytest.raises(ModelError, match=r"tiny\.gguf has changed while it was converted: try again"):
+        convert_once(file)
+    assert not list((tmp_path / "home" / "models").iterdir())
+
+
+def test_a_model_that_another_process_replaces_while_it_is_loaded_is_refused(tmp_path, monkeypatch):
+    """Its weights and its tokenizer could be of two versions."""
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    load = AutoTokenizer.from_pretrained
+    convert_once(file)
+
+    def replaced(folder, **options):
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+        write_gguf(file, add_bos=True)
+        return load(convert_once(file), **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", replaced)
+    with pytest.raises(ModelError, match=r"tiny\.gguf has changed while it was loaded: try again"):
+        load_model(str(file), device="cpu", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("add_bos", [None, False, True])

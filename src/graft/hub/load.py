@@ -23,6 +23,7 @@ from transformers import (
 
 from graft.errors import GraftError, ModelError
 from graft.home import check_no_adapter, is_gguf
+from graft.hub.manifest import version_of
 from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
@@ -36,6 +37,7 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, Saf
 def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model called `name` on `device`, ready to run, and its tokenizer."""
     source = _source(name)
+    version = version_of(source) if isinstance(source, Path) else None
     try:
         # A hub id may need a long download, whose progress bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
@@ -58,6 +60,8 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         raise
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load {name}: {_reason(source, error)}") from error
+    if version is not None and version_of(Path(source)) != version:  # another process has converted a new file
+        raise ModelError(f"{name} has changed while it was loaded: try again")
     if missing := sorted(report["missing_keys"]):  # transformers would continue with random weights
         raise ModelError(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "

@@ -46,9 +46,8 @@ def convert_once(gguf: Path) -> Path:
     """The folder of a GGUF file's converted model, made on first use and again when the file changes."""
     # By path alone: every new container has another host name, and would convert the file again.
     place = hashlib.sha256(str(gguf.resolve()).encode()).hexdigest()[:_DIGITS]
-    folder, facts = model_folder(f"{gguf.stem}-{place}"), gguf.stat()
-    version = f"{facts.st_size} bytes, {facts.st_mtime_ns}"
-    _make_once(folder, lambda: _convert(gguf, folder, version), lambda: version_of(folder) == version)
+    folder = model_folder(f"{gguf.stem}-{place}")
+    _make_once(folder, lambda: _convert(gguf, folder), lambda: version_of(folder) == _version(gguf))
     check_sizes(folder, f"delete {folder}, and it is converted again")
     return folder
 
@@ -62,8 +61,13 @@ def _make_once(folder: Path, make: Callable[[], None], is_there: Callable[[], bo
                     make()
 
 
-def _convert(gguf: Path, folder: Path, version: str) -> None:
-    num_bytes = _BF16_BYTES * _num_weights(gguf)
+def _version(gguf: Path) -> str:
+    facts = gguf.stat()
+    return f"{facts.st_size} bytes, {facts.st_mtime_ns}"
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    version, num_bytes = _version(gguf), _BF16_BYTES * _num_weights(gguf)
     prefix = _clear_scratch(folder)
     _check_free_space(folder.parent, num_bytes)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
@@ -79,6 +83,8 @@ def _convert(gguf: Path, folder: Path, version: str) -> None:
                     raise
                 reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
                 raise ModelError(f"cannot convert {gguf}: {reason}") from error
+            if _version(gguf) != version:
+                raise ModelError(f"{gguf} has changed while it was converted: try again when it is complete")
             record_files(new, {"name": gguf.stem, "version": version})
         _put_in_place(new, folder)
 
