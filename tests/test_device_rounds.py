@@ -342,12 +342,14 @@ def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_d
 
 
 @pytest.mark.parametrize("budget", [7, 60])
-def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows(on_device, monkeypatch, budget):
+def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_beside_prompts(
+    on_device, monkeypatch, budget
+):
     monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
     rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
-    for num_rows in range(5, 9):
-        plan = rounds.controller.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, 0), 0)
-        assert plan.tokens in rounds._planned_sizes(8)
+    for num_rows, num_prefill in itertools.product(range(5, 9), (0, 100, 300, 450, 2000)):
+        plan = rounds.controller.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
+        assert plan.tokens in (8, *rounds._planned_sizes(8))
 
 
 def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):

@@ -306,11 +306,11 @@ class DeviceRounds:
 
     def _planned_sizes(self, padded_rows: int) -> list[int]:
         """Sizes of steps with trees that may be planned for `padded_rows` rows, which include padding."""
-        if self.controller is None or self.controller.fixed is None:
-            return self._sizes(padded_rows, padded_rows, 0)
-        row_counts = range(padded_rows // 2 + 1, padded_rows + 1)
-        by_rows = {num_rows: self._sizes(num_rows, padded_rows, 0) for num_rows in row_counts}
-        return sorted({self.controller.fixed_size(num_rows, sizes) for num_rows, sizes in by_rows.items() if sizes})
+        sizes = self._sizes(padded_rows, padded_rows, 0)
+        if self.controller is None or self.controller.fixed is None or not sizes:
+            return sizes
+        # With fewer rows or beside a prompt, rounds are smaller.
+        return [size for size in sizes if size <= self.controller.fixed_size(padded_rows, sizes)]
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0
