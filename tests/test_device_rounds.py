@@ -18,6 +18,7 @@ from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.device_rounds import DeviceRounds
 from graft.engine.device_rows import needs_host
+from graft.engine.flight import Flight
 from graft.engine.jobs import Job
 from graft.engine.memory import _WORKSPACE
 from graft.engine.rounds import PrefillChunk
@@ -392,6 +393,36 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
         scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
     assert engine.device_rounds.failure == "ValueError: no"
+
+
+def test_when_the_host_takes_over_answers_that_the_last_round_ended_stay_ended(on_device, monkeypatch):
+    model, capture, calls = tiny_model("llama").to(DEVICE), DeviceRounds._capture, []
+    lengths = [{"max_new_tokens": 3}, {"max_new_tokens": 9}]
+    expected = [plain_ids(model, [prompt], monkeypatch, **own)[0] for prompt, own in zip(PROMPTS, lengths, strict=True)]
+
+    def fails_later(rounds, *given):
+        calls.append(given)
+        if len(calls) == 4:  # while the round that ends the first answer is in flight
+            raise ValueError("no more")
+        return capture(rounds, *given)
+
+    monkeypatch.setattr(DeviceRounds, "_capture", fails_later)
+    with pytest.warns(UserWarning, match="no more"):
+        answers = Engine(model, policy="off").generate_batch(PROMPTS, each=lengths)
+    assert [answer.ids for answer in answers] == expected
+
+
+def test_a_round_whose_results_could_not_be_taken_is_run_again(on_device, monkeypatch):
+    engine = byte_engine()
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    expected = plain_text(engine, "the one", monkeypatch, **options)
+    stream = engine.stream("the one", **options)
+    text = next(stream)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Flight, "tree", lambda flight: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate("another answer takes the stream's results", **options)
+    assert text + "".join(stream) == expected
 
 
 def test_prompts_of_one_step_teach_the_tables_what_they_teach_the_host_one_by_one(on_device, monkeypatch):

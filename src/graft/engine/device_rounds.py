@@ -142,8 +142,14 @@ class DeviceRounds:
     def flush(self, clock: Clock) -> None:
         """Take the results of the round in flight, if there is one."""
         flight, self._flight = self._flight, None
-        if flight is not None:
+        if flight is None:
+            return
+        try:
             self._take(flight, clock)
+        except BaseException:
+            # The device's texts may be ahead of the host's now, so they are sent again before their next round.
+            self._known.difference_update(flight.rows)
+            raise
 
     def _is_last(self, batch: Batch) -> bool:
         """Whether the round in flight probably ends all answers, so that another one would be thrown away."""

@@ -161,10 +161,12 @@ class Rounds:
     def _extend(
         self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, draft_result: DraftResult
     ) -> None:
-        """Append each row's accepted tokens to its sequence. A failure ends only that sequence."""
+        """Append each row's accepted tokens to its sequence, if it goes on. A failure ends only that sequence."""
         sources, common = self.policy.sources, self.policy.common_sources
         outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
         for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
+            if sequence.finish_reason is not None:  # in the last device round, before the host took over
+                continue
             try:
                 is_whole = sequence.speculates and sequence.constraint is None
                 considered = draft_result.considered if is_whole else None
