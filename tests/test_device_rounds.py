@@ -25,6 +25,7 @@ from graft.engine.rounds import PrefillChunk
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner
+from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
@@ -44,6 +45,7 @@ PROMPTS = [PROMPT, PROMPT[:5]]
 
 
 class OneContext(Small):
+    sizes = (1, 2, 4, 8, 16, 64, 256)
     contexts = (64, 128)
 
 
@@ -89,6 +91,11 @@ def test_rows_whose_choices_need_the_host_are_not_left_to_the_device(name):
     both = [{"temperature": 0.8}, {"temperature": 0.8, name: NEEDS_HOST[name]}]
     sequences = [TokenSequence(PROMPT, SamplingSettings(**options), []) for options in both]
     assert list(map(needs_host, sequences)) == [False, True]
+
+
+def test_every_padded_number_of_rows_is_the_size_of_a_step():
+    """A plain round fills its step: the rest of a larger step would be tokens of an earlier one."""
+    assert {padded(rows, ROWS) for rows in range(1, DeviceRounds.max_rows + 1)} <= set(STEP_SIZES)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8, "top_k": 9}])
@@ -240,6 +247,19 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
         scheduler.close()
     assert not engine.target.pool.is_in_use
     assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
+
+
+def test_requests_wait_that_a_device_round_has_no_rows_for(on_device, monkeypatch):
+    monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.max_rows", 2)
+    engine, prompts = byte_engine(), ["one", "another", "a third", "and one more"]
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=8, max_cache_tokens=4096, max_batched_tokens=64))
+    try:
+        answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in prompts]
+        texts = [answer.wait() for answer in answers]
+    finally:
+        scheduler.close()
+    assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in prompts]
+    assert engine.device_rounds.failure is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])

@@ -68,6 +68,7 @@ class DeviceRounds:
     """The device rounds of one engine, for batches whose rows do not need the host."""
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
+    max_rows = MAX_TREE_TOKENS  # decoded together
     contexts: tuple[int, ...] = (8192, 32768, 131072)  # few graphs suffice: a longer context costs a round little
 
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
@@ -110,7 +111,7 @@ class DeviceRounds:
             and self._target.is_captured
             and (self._drafter is None or self._drafter.is_captured(draft))
         )
-        return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= MAX_TREE_TOKENS
+        return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= self.max_rows
 
     # A round
 
@@ -335,7 +336,7 @@ class DeviceRounds:
             self._target.drop_captures(self._round_number)
             self._round_number = next(_ROUND_IDS)
             self._round = DeviceRound(
-                max_rows=min(padded(pool.num_table_rows, ROWS), MAX_TREE_TOKENS),
+                max_rows=min(padded(pool.num_table_rows, ROWS), self.max_rows),
                 num_table_rows=pool.num_table_rows,
                 context=pool.tables.shape[1] * PAGE,
                 past_tokens=_PAST_TOKENS if self._sources.copies is not None else 1,

@@ -43,8 +43,10 @@ class PageAllocator:
         self.engine, self.settings = engine, settings
         # Slots that a round may write after a row's committed text: the verified tree, or drafts.
         self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
+        self.max_rows = settings.max_rows
         if engine.device_rounds is not None:  # the round in flight may have added tokens that the host does not know of
             self.slots_ahead += engine.device_rounds.max_new_tokens
+            self.max_rows = min(self.max_rows, engine.device_rounds.max_rows)
 
     @property
     def pool(self) -> PagePool:
@@ -76,7 +78,7 @@ class PageAllocator:
         needed = _pages(len(answers[0].ids) + self.slots_ahead) + (len(answers) - 1) * _pages(self.slots_ahead)
         if job.is_preempted:  # each answer has a text of its own
             needed = sum(_pages(len(sequence.ids) + self.slots_ahead) for sequence in answers)
-        return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
+        return num_rows + len(answers) <= self.max_rows and needed + num_rows <= self.pool.num_free
 
     def open_rows(self, job: Job) -> OpenedRows:
         """A batch of the request's open answers. Answers with the same text so far share one prefill."""
