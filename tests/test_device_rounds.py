@@ -249,6 +249,26 @@ def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_devi
     assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
 
 
+def test_rows_that_are_prefilled_elsewhere_are_left_to_the_host(on_device, monkeypatch):
+    """Their rotary positions may differ from their places in the text, as behind an image."""
+    model = tiny_model("llama").to(DEVICE)
+
+    def text_of(engine):
+        def prefill(batch):
+            engine.prefill([PrefillChunk(batch, 0, batch.next_chunk(0, 64))])
+            batch.cache.rows[0].offset = 5
+
+        [sequence] = engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=8))
+        for _ in engine.rounds([sequence], prefill=prefill):
+            pass
+        return sequence.new_ids
+
+    there = text_of(Engine(model, policy="off"))
+    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
+    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
+    assert there == text_of(Engine(model, policy="off")) != Engine(model, policy="off").generate(PROMPT).ids[:8]
+
+
 def test_requests_wait_that_a_device_round_has_no_rows_for(on_device, monkeypatch):
     monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.max_rows", 2)
     engine, prompts = byte_engine(), ["one", "another", "a third", "and one more"]

@@ -155,6 +155,7 @@ class DecodeLoop:
                 sequence.speculates = sequence.speculates and self.may_speculate
             prefill.batch, prefill.unread, prefill.copies = self.pages.open_rows(job)
             if job.prefill is not None:
+                prefill.batch.is_on_device = False  # its rows may get rotary offsets, which graphs ignore
                 job.prefill(prefill.batch)
         except Exception as error:
             self._prefills = [other for other in self._prefills if other is not prefill]

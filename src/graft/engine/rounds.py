@@ -218,7 +218,7 @@ class Rounds:
         """A batch of these sequences. Their rows may already hold the beginnings of their texts."""
         try:
             draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
-            rounds = self.device_rounds if chooser is None and not any(row.offset for row in cache.rows) else None
+            rounds = self.device_rounds if chooser is None else None
             is_on_device = rounds is not None and rounds.can_run(sequences, draft)
             return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft, is_on_device)
         except Exception:
