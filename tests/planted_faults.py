@@ -327,8 +327,8 @@ _FAULTS = r"""
 +self.engine.keep_pages(batch, row)
 ! test_scheduler.py::test_a_request_that_was_preempted_goes_on_before_those_that_wait
 # scheduler: more rows are decoded together than allowed
--return num_rows + len(answers) <= self.settings.max_rows and
-+return num_rows <= self.settings.max_rows and
+-return num_rows + len(answers) <= self.max_rows and
++return num_rows <= self.max_rows and
 = src/graft/engine/jobs.py
 ! test_scheduler.py::test_a_listener_hears_of_no_token_behind_a_stop_string
 # scheduler: a listener hears of tokens behind a stop string

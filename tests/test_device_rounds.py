@@ -227,6 +227,26 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
         assert max(len(path) for path, source in there[prompt] if source == 1) > 1
 
 
+def test_isolated_texts_are_proposed_to_their_owner_alone(on_device, first_trees):
+    engine = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=6, isolated=True)
+    owner = 1 << 56 | 7
+
+    def first_sources(prompt, owner):
+        first_trees.clear()
+        [sequence] = engine.new_sequences(prompt, SamplingSettings(max_new_tokens=3))
+        sequence.owner = owner
+        for _ in engine.rounds([sequence]):
+            pass
+        return {engine.policy.sources[source] for _, source in first_trees[tuple(prompt)]}
+
+    first_sources(PROMPT, owner)
+    for other in (None, owner + 1, owner + (1 << 40)):
+        assert first_sources(PROMPT[5:7], other) == {"root"}
+    assert first_sources(PROMPT[5:7], owner) >= {"past", "bigram"}
+    kept = [part for part in vars(engine.device_rounds._learned).values() if isinstance(part, dict)]
+    assert not any(kept), "clients may name any number of users"
+
+
 def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):
     engine = byte_engine()
     asked = [
@@ -501,9 +521,9 @@ def device_memory(num_rows, context, past_tokens):
 def test_device_state_takes_the_memory_that_the_docs_say_and_leaves_most_of_the_workspace_to_graphs():
     megabytes = {what: size / 1e6 for what, size in device_memory(64, 8192, 1 << 18).items()}
     assert megabytes["texts"] == pytest.approx(65 * 8192 * 4 / 1e6, rel=0.01)
-    assert megabytes["finished texts"] == pytest.approx(8 * (1 << 18) / 1e6)
-    assert sum(megabytes.values()) == pytest.approx(47, abs=1)
-    assert sum(device_memory(64, 8192, 1 << 20).values()) / 1e6 == pytest.approx(94, abs=1)
+    assert megabytes["finished texts"] == pytest.approx(12 * (1 << 18) / 1e6)
+    assert sum(megabytes.values()) == pytest.approx(48, abs=1)
+    assert sum(device_memory(64, 8192, 1 << 20).values()) / 1e6 == pytest.approx(98, abs=1)
     assert sum(device_memory(MAX_TREE_TOKENS, 131072, 1 << 20).values()) < _WORKSPACE / 4
 
 

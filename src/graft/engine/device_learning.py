@@ -29,13 +29,10 @@ class DeviceLearning:
     def __init__(self, policy: Policy, sources: Sources, staging: Staging) -> None:
         self._policy, self._sources, self._staging = policy, sources, staging
         self._num_past = 0  # tokens of finished texts ever written
-        self._owners: dict[int, int] = {}  # from a sequence's owner to its number on the device, from 1
 
     def owner_of(self, sequence: TokenSequence) -> int:
-        """The number of the owner whose finished texts the row copies; 0: texts without an owner."""
-        if not self._policy.isolated or sequence.owner is None:
-            return 0
-        return self._owners.setdefault(sequence.owner, 1 + len(self._owners))
+        """The owner whose finished texts the row copies; 0: texts without an owner."""
+        return sequence.owner or 0 if self._policy.isolated else 0
 
     def new_tables(self, vocab_size: int, device: torch.device) -> Tables | None:
         if self._sources.tables is None:

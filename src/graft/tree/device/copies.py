@@ -37,7 +37,7 @@ class Texts:
         # Tokens of each text, including the root.
         self.lengths = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
         self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
-        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # a row copies only its own owner's
+        self.owners = torch.zeros(past, dtype=torch.int64, device=device)  # a row copies only its own owner's
         self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and ever dropped
 
 
@@ -114,7 +114,7 @@ def find(
 ) -> None:
     """Find the last two tokens of every place's path in the row's own text and in finished texts.
 
-    table_rows: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row may copy. places: [R, P]
+    table_rows: [R] int32 of the rows' texts. owners: [R] int64 whose finished texts a row may copy. places: [R, P]
     int32 nodes of the pool, -1 for none. max_context: upper bound of a text's length.
     """
     num_rows, num_places = places.shape

@@ -96,7 +96,7 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "table_rows": (i32, by_row),
         "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: unused
         "max_depths": (i32, by_row),
-        "owners": (i32, by_row),  # whose finished texts the row may copy
+        "owners": (i64, by_row),  # whose finished texts the row may copy
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
