@@ -250,10 +250,7 @@ def follow(
     chosen: Tensor,
     starts: Tensor,
     sizes: Tensor,
-    entries: Tensor,
     counts: Tensor,
-    lengths: Tensor,
-    roots: Tensor,
     following: Tensor,
     nodes: Tensor,
     most: int,
@@ -268,12 +265,10 @@ def follow(
             if not fits.any():
                 break
             path.append(1 + int(fits.int().argmax()))
-        if path:
-            roots[row] = chosen[start + path[-1]]
         path = [start + place for place in path[:room]]
         following[row, : len(path)] = chosen[path]
         nodes[row, : len(path)] = torch.tensor(path)
-        counts[row], lengths[row] = len(path), entries[row] + len(path)
+        counts[row] = len(path)
 
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:

@@ -269,7 +269,7 @@ class DeviceRounds:
             self._load(round, batch.sequences, rows, draws, shape, plan)
             marks[0].record()
             propose()
-            read = self._load_chunks(round, buffers, shape, chunks)
+            read = self._load_chunks(buffers, shape, chunks)
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
             if step is None:
@@ -476,9 +476,7 @@ class DeviceRounds:
 
     # Prompt chunks in the same step
 
-    def _load_chunks(
-        self, round: DeviceRound, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]
-    ) -> list[VerifyOutput]:
+    def _load_chunks(self, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]) -> list[VerifyOutput]:
         """Add prompt chunks after the trees. Their rows follow the padding row."""
         if not chunks:
             return []

@@ -187,8 +187,8 @@ class DeviceRound:
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
         self._places = torch.zeros(max_rows, _MOST_PLACES, dtype=torch.int32, device=device)
-        by_row = torch.zeros(6, max_rows + 1, dtype=torch.int32, device=device)
-        self._nothing, self._walk_lengths, self._walk_roots, self._accepted, self._committed, self._begins = by_row
+        by_row = torch.zeros(3, max_rows + 1, dtype=torch.int32, device=device)
+        self._accepted, self._committed, self._begins = by_row
         self._nodes = torch.zeros(max_rows, MAX_TOKENS, dtype=torch.int32, device=device)
         self._emitted = torch.zeros(max_rows, MAX_TOKENS + 1, dtype=torch.int64, device=device)
         self._entries = torch.zeros(4, max(MAX_TREE_TOKENS, max_rows), dtype=torch.int32, device=device)
@@ -326,8 +326,7 @@ class DeviceRound:
         counts, new = found["counts"][:rows], found["tokens"][:rows]
         found["step"][:, :size].copy_(columns[:2, :size])
         walk.follow(
-            *(columns[0, :size], columns[1, :size], chosen, starts, sizes, self._nothing[:rows], counts),
-            *(self._walk_lengths[:rows], self._walk_roots[:rows], new, self._nodes[:rows]),
+            *(columns[0, :size], columns[1, :size], chosen, starts, sizes, counts, new, self._nodes[:rows]),
             most=1 if shape.is_plain else shape.cap + 1,
         )
         outcome.advance(

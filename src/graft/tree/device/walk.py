@@ -1,4 +1,4 @@
-"""The acceptance walk as a Triton kernel, for drafters that continue without the host. Importing it needs Triton."""
+"""The acceptance walk as a Triton kernel. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ def follow(
     chosen: Tensor,  # [T] int64 the token chosen after each
     starts: Tensor,  # [R or more] int32 each row's first token in the step
     sizes: Tensor,  # [R or more] int32 each row's number of tokens in the step
-    entries: Tensor,  # [R] int32 the drafter's entries before the root's
-    counts: Tensor,  # [R] int32, written: new tokens of the round, and so new entries; 0 for a row without tokens
-    lengths: Tensor,  # [R] int32, written: entries including the new ones
-    roots: Tensor,  # [R] int32, written: the last token of the round; unchanged for a row without tokens
+    counts: Tensor,  # [R] int32, written: new tokens of the round; 0 for a row without tokens
     following: Tensor,  # [R, W] int32, written: the new tokens
     nodes: Tensor,  # [R, W] int32, written: the step's token after which each was chosen
     most: int,
@@ -27,7 +24,7 @@ def follow(
     """
     num_rows, room = following.shape
     _follow_kernel[(num_rows,)](
-        *(tokens, parents, chosen, starts, sizes, entries, counts, lengths, roots, following, nodes),
+        *(tokens, parents, chosen, starts, sizes, counts, following, nodes),
         room,
         BLOCK=triton.next_power_of_2(most),
         num_warps=1,
@@ -41,10 +38,7 @@ def _follow_kernel(
     chosen: tl.tensor,
     starts: tl.tensor,
     sizes: tl.tensor,
-    entries: tl.tensor,
     counts: tl.tensor,
-    lengths: tl.tensor,
-    roots: tl.tensor,
     following: tl.tensor,
     nodes: tl.tensor,
     room: int,
@@ -59,14 +53,10 @@ def _follow_kernel(
     parent = tl.load(parents + start + place, mask=is_below, other=-1)
     at = tl.where(size > 0, 0, BLOCK)
     count = 0
-    new = tl.load(roots + row)
     while at < BLOCK:
         new = tl.load(chosen + start + at).to(tl.int32)
         tl.store(following + row * room + count, new, mask=count < room)
         tl.store(nodes + row * room + count, start + at, mask=count < room)
         count += 1
         at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal children, the first
-    count = tl.minimum(count, room)
-    tl.store(counts + row, count)
-    tl.store(roots + row, new)
-    tl.store(lengths + row, tl.load(entries + row) + count)
+    tl.store(counts + row, tl.minimum(count, room))
