@@ -196,5 +196,5 @@ def check_residual(is_normed: bool) -> None:
     """Refuse a head that takes the residual after the norm (`norm_before_residual`)."""
     require(
         not is_normed,
-        "SGLang does not know the head's normed residual (norm_before_residual): train one with --plain-residual",
+        "SGLang does not know the head's normed residual (norm_before_residual): train another with graft train",
     )
