@@ -46,15 +46,15 @@ class SmallDrafter(CapturedEagle3Drafter):
     contexts = (16, 32)
 
 
-def drafter_of(kind, model, settings=SMALL_TREE):
-    return kind(make_head(model).to(DEVICE), settings)
+def drafter_of(kind, model, settings=SMALL_TREE, **head):
+    return kind(make_head(model, **head).to(DEVICE), settings)
 
 
 class Text:
     """Rows of a target and of a drafter, without an engine."""
 
-    def __init__(self, model, kind, settings=SMALL_TREE, target=StaticTarget):
-        self.drafter = drafter_of(kind, model, settings)
+    def __init__(self, model, kind, settings=SMALL_TREE, target=StaticTarget, **head):
+        self.drafter = drafter_of(kind, model, settings, **head)
         self.target = target(model, self.drafter.hidden_layers)
         self.rng = random.Random(0)
 

@@ -9,15 +9,17 @@ from tiny import VOCAB
 SMALL_TREE = TreeSettings(depth=3, topk=3, total_token=9)
 
 
-def make_head(model, seed=0):
+def make_head(model, seed=0, **changes):
     torch.manual_seed(seed)
-    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=40))
+    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=40, **changes))
     head.set_vocabulary(torch.randperm(VOCAB)[:40].sort().values)
     head.target_embedding = model.get_input_embeddings().weight.detach()
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
+            elif changes:
+                parameter.uniform_(0.5, 1.5)
     return head
 
 

@@ -64,11 +64,12 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
     assert found[0][1] == found[1][1]
 
 
-def test_the_real_kernels_draft_the_same(model, monkeypatch):
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
+def test_the_real_kernels_draft_the_same(model, norms, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
     monkeypatch.setattr(captured, "ENTRIES", (8,))
     settings, found = TreeSettings(depth=2, topk=2), []
-    for text in both(model, settings=settings):
+    for text in both(model, settings=settings, **norms):
         cache, state = text.open(PROMPT[:3], [5, 6])
         levels = text.levels(state, 3, keep=3)
         text.round(cache, state, [9, 6], 3)
