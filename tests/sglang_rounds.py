@@ -1,5 +1,7 @@
 """Whole rounds of the SGLang plugin over the stand-in, and the texts that they should give."""
 
+from types import SimpleNamespace
+
 import torch
 
 import plain_kernels
@@ -39,13 +41,19 @@ def decode(
         if not is_overlapped:
             for each in running:
                 each.process(len(each.ids))
-        inputs.append(run(worker, double.batch_of(running, mask_buffer, is_deterministic)).verify_input)
+        inputs.append(copied(run(worker, double.batch_of(running, mask_buffer, is_deterministic)).verify_input))
         for each, num_before in zip(running, before, strict=True):
             each.process(num_before if is_overlapped else len(each.ids))
             if each.finished():
                 slots.insert(0, each.req_pool_idx)
         running = [each for each in running if not each.finished()]
     return worker, inputs
+
+
+def copied(verify_input):
+    """The next round writes its trees to the same memory."""
+    fields = vars(verify_input).items()
+    return SimpleNamespace(**{name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in fields})
 
 
 def run(worker, batch):

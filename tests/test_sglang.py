@@ -205,6 +205,7 @@ def test_a_round_reads_nothing_back_from_the_device(monkeypatch):
     for name in ("load_rows", "split_levels", "place_trees"):
         monkeypatch.setattr(kernels, name, lambda *args: None)
     monkeypatch.setattr(trees.draw_kernels, "draw", lambda *args, **more: None)
+    monkeypatch.setattr(trees.topk_kernels, "highest", lambda logits, k: (torch.zeros(len(logits), k),) * 3)
     now, rows = made(), torch.tensor([2, 3])
     monkeypatch.setattr(now.round, "propose", lambda *args, **more: None)
     monkeypatch.setattr(now.round, "finish", lambda *args, **more: None)
@@ -216,9 +217,10 @@ def test_a_round_reads_nothing_back_from_the_device(monkeypatch):
             now.see(requests)
             now.load(Rows(rows, lengths, rows), 4)
             now.propose(drafted, 4)
-            now.arrays(lengths, 4, None, 16, True, True)
+            now.arrays(2, 4, None, 16, True, True)
+            now.rank_successors(torch.zeros(8, VOCAB), 4)
             now.draw(torch.zeros(8, VOCAB), places, places, rows, True)
-            now.finish(2, 4, places, places[:, None], torch.zeros(8, 1))
+            now.finish(2, 4, places)
             requests = [request(2, PROMPT, [1], length=1), requests[1]]  # one ends and another takes its place
         now.lose_head(rows, lengths)
         now.find_head(rows, lengths, [3, 0], torch.zeros(5, 9).int())
