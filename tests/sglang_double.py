@@ -267,7 +267,7 @@ class Backend(str):
 
     def __new__(cls, name):
         made = super().__new__(cls, name)
-        made.mask = torch.ones(2000, dtype=torch.bool)
+        made.mask = torch.ones(4000, dtype=torch.bool)
         return made
 
     def get_verify_buffers_to_fill_after_draft(self):

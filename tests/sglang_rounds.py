@@ -26,11 +26,14 @@ def decode(
 ):
     """Decodes requests that join one after the other and leave when they have ended; how many rounds it took.
 
-    is_overlapped: the scheduler takes in a round's results while the next one runs.
+    mask_buffer: memory for masks, or "backend" for the attention backend's own. is_overlapped:
+    the scheduler takes in a round's results while the next one runs.
     """
     usual = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 6}
     worker = double.EAGLEWorkerV2(double.server_args(**usual | flags), double.target_worker())
     worker.init_cuda_graphs()
+    if mask_buffer == "backend":
+        mask_buffer = worker.target_worker.model_runner.attn_backend.mask
     waiting, running, inputs, slots = list(requests), [], [], list(range(1, sglang_double.NUM_SLOTS))
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:

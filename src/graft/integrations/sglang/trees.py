@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graft.engine.staging import Staging
 from graft.integrations.sglang import kernels
-from graft.integrations.sglang.fallback import say_once
+from graft.integrations.sglang.fallback import Attempt
 from graft.integrations.sglang.kernels import Drafted, Rows
 from graft.integrations.sglang.settings import SGLangSettings
 from graft.model.captures import Captures, Run, pinned_zeros
@@ -358,9 +358,8 @@ class Trees:
             for truncates in (False, True):
                 work["draw", *shape, address, truncates] = partial(self._draw, logits, *static, truncates)
         for key, run in work.items():
-            self._captures.captured(key, run)()
-            if key not in self._captures.steps:
-                say_once("some of its kernels are launched one by one, which is slower: they cannot be captured")
+            with Attempt("capture its kernels in CUDA graphs, and launches them one by one"):
+                self._captures.steps[key] = self._captures.capture(run)
         for places in (num_places, 1):  # ranking does not depend on places
             self._graph_rows.setdefault(places, []).append(num_rows)
 
@@ -461,7 +460,7 @@ class Trees:
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor, truncates: bool) -> None:
         """Draw the tokens of sampled rows. chosen: [B * D] the likeliest tokens, overwritten in these rows."""
         slots = self._slots
-        of_places = rows.repeat_interleave(len(logits) // len(rows))
+        of_places = rows[:, None].expand(-1, len(logits) // len(rows)).reshape(-1)
         drawn = torch.empty_like(chosen)
         draw_kernels.draw(
             *(logits, of_places, positions, slots["seeds"], self._ones, slots["temperatures"]),

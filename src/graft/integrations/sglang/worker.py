@@ -205,7 +205,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         for num_rows in all_rows:
             if not self.trees.fits(num_rows, num_places):
                 continue
-            with Attempt("capture its kernels beforehand"):
+            with Attempt("compile its kernels beforehand"):
                 size, logits = num_rows * num_places, None
                 if outputs is not None and size <= outputs.max_rows:
                     logits = outputs.get_logits_buffer(self.target_worker.model_config.vocab_size, rows=size)
