@@ -176,6 +176,7 @@ class EagleDraftWorker:
         self.hot_token_id = None
 
     def _capture_cuda_graphs(self):
+        self.captured = self.server_args.cuda_graph_config.decode.bs
         if captured_batch is not None:
             self.draft_forward(captured_batch)
 

@@ -347,8 +347,10 @@ def test_graphs_for_more_requests_than_have_such_trees_build_none(sglang, monkey
     flags = sglang.server_args(max_running_requests=8, speculative_num_steps=2, speculative_num_draft_tokens=6)
     for num_rows, expected in ((1, [6]), (2, [])):
         sglang.captured_batch = sglang.batch_of(requests[:num_rows])
-        sglang.EAGLEWorkerV2(flags, sglang.target_worker()).init_cuda_graphs()
-        assert built == expected
+        worker = sglang.EAGLEWorkerV2(flags, sglang.target_worker())
+        worker.init_cuda_graphs()
+        assert built == expected and worker.draft_worker.captured == [1]
+        assert flags.cuda_graph_config.decode.bs == [1, 2, 4, 8], "SGLang's own setting stays"
         built.clear()
     sglang.captured_batch = None
     decode(sglang, requests, max_running_requests=8)

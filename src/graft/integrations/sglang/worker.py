@@ -121,6 +121,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return min((size for size in captured if size >= num_rows), default=num_rows)
 
     def _capture_cuda_graphs(self) -> None:
+        """Capture the draft graphs, for those batches alone that have trees of this size."""
+        graphs = release.current().decode_graphs(self.server_args)
+        captured, most = graphs.bs, self._most_rows.get(self.speculative_num_draft_tokens)
+        if captured and most is not None:
+            graphs.bs = [rows for rows in captured if rows <= most] or captured
         self._is_capturing = True
         try:
             super()._capture_cuda_graphs()
@@ -128,7 +133,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             say_once("SGLang's draft graphs cannot be captured with its kernels in them: unset GRAFT_SGLANG")
             raise
         finally:
-            self._is_capturing = False
+            self._is_capturing, graphs.bs = False, captured
 
     @contextmanager
     def _inside_graphs(self) -> Iterator[None]:
@@ -277,7 +282,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def learn(self, chosen: Tensor) -> None:
         """chosen: [B, D] the target's tokens after every place."""
-        self.trees.finish(*chosen.shape, chosen.flatten())
+        num_rows, num_places = chosen.shape
+        self.trees.finish(num_rows, num_places, chosen.flatten())
 
 
 class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
