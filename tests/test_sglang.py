@@ -58,7 +58,7 @@ def request(slot, prompt, output=(), **params):
     ("limits", "is_captured"),
     [({}, False), ({"top_k": 5}, False), ({"top_p": 0.6}, False), ({"min_p": 0.2}, False), ({"top_p": 0.6}, True)],
 )
-def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits, is_captured, monkeypatch):
+def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits, is_captured):
     rng = torch.Generator().manual_seed(0)
     contexts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
@@ -75,12 +75,17 @@ def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits,
         now.reset()
         flat = buffer[:8].copy_(flat)
         now._rows.fill_(3)  # of an earlier batch
-        monkeypatch.setattr(Trees, "_draw", None)  # a graph does not call it
     now.see(requests)
-    found = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits)).view(2, 4)
+    drawn = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits))
+    assert (drawn.data_ptr() == now._chosen.data_ptr()) == is_captured, "a graph leaves its tokens in the same memory"
+    found = drawn.view(2, 4).clone()
     for place, depth in enumerate(depths.tolist()):
         sampler = Sampler(wanted, [[*context, *[0] * depth] for context in contexts], [], VOCAB, torch.device("cpu"))
         assert found[:, place].tolist() == sampler.choose(logits[:, place], [True, True]).tolist()
+    for row, slot in enumerate((3, 1)):
+        own = slice(4 * row, 4 * row + 4)
+        alone = now.draw(flat[own], best[own], positions[own], torch.tensor([slot]), bool(limits))
+        assert alone.equal(found[row]), "alone"
     names = ("temperature", "top_k", "top_p", "min_p")
     columns = [torch.tensor([getattr(each.sampling_params, name) for each in requests]) for name in names]
     seeds = [now.seed_of(each) for each in requests]
@@ -101,7 +106,7 @@ def test_the_heads_tokens_are_ranked_with_the_noise_of_the_draws_to_come():
     assert tokens[:, 0].equal(now.draw(logits, best, ends + 1, rows, False)) and tokens[0, 0] != best[0]
 
 
-def test_a_graph_ranks_the_heads_tokens_as_its_kernels_do_and_leaves_those_of_an_earlier_batch(monkeypatch):
+def test_a_graph_ranks_the_heads_tokens_as_its_kernels_do_and_leaves_those_of_an_earlier_batch():
     torch.manual_seed(0)
     requests = [request(2, range(9), top_k=1 << 30, temperature=0.7), request(4, range(6))]
     found = []

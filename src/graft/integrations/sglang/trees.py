@@ -460,7 +460,7 @@ class Trees:
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor, truncates: bool) -> None:
         """Draw the tokens of sampled rows. chosen: [B * D] the likeliest tokens, overwritten in these rows."""
         slots = self._slots
-        of_places = rows[:, None].expand(-1, len(logits) // len(rows)).reshape(-1)
+        of_places = rows.repeat_interleave(len(logits) // len(rows))
         drawn = torch.empty_like(chosen)
         draw_kernels.draw(
             *(logits, of_places, positions, slots["seeds"], self._ones, slots["temperatures"]),
