@@ -74,7 +74,6 @@ def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits,
         now.warm_up(3, 4, buffer, None)
         now.reset()
         flat = buffer[:8].copy_(flat)
-        now._rows.fill_(3)  # of an earlier batch
     now.see(requests)
     drawn = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits))
     assert (drawn.data_ptr() == now._chosen.data_ptr()) == is_captured, "a graph leaves its tokens in the same memory"

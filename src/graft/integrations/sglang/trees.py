@@ -451,7 +451,6 @@ class Trees:
             chosen = best.clone()
             self._draw(logits, rows, positions, chosen, truncates)
             return chosen
-        self._rows[num_rows:padded].zero_()  # padding is greedy
         static = [self._rows[:num_rows], self._positions[:size], self._chosen[:size]]
         torch._foreach_copy_(static, [rows, positions, best])
         graph()
