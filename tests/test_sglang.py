@@ -539,6 +539,7 @@ def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):
     lines = [record.message for record in caplog.records if "Graft:" in record.message]
     assert 1 <= len(lines) <= len(inputs) // 2
     assert lines[0].startswith("Graft: 2 rounds with trees of 1.0 requests, ")
+    assert 1 <= float(lines[0].split()[-4]) <= 6, "of a tree of six places; what was captured beforehand does not count"
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.7}])

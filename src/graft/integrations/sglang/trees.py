@@ -339,9 +339,12 @@ class Trees:
         """Compile and capture all that is outside of SGLang's graphs. What that teaches is to be forgotten.
 
         logits: [B * D, V] where SGLang's graphs leave them. mask: its memory for the masks of such verifies. Without
-        them, what needs them is not captured.
+        them, what needs them is compiled alone.
         """
         size, shape = num_rows * num_places, (num_rows, num_places)
+        moving = {"place": mask is None, "successors": logits is None, "draw": logits is None}
+        mask = torch.ones(size * num_places, dtype=torch.bool, device=self._device) if mask is None else mask
+        logits = torch.zeros(size, self._server.vocab_size, device=self._device) if logits is None else logits
         rows = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         for roots in (rows, rows.int()):  # a prefill and a verify give different types
             self.load(Rows(rows, rows, roots), num_places)
@@ -349,17 +352,19 @@ class Trees:
         work: dict[tuple[Any, ...], Run] = {
             ("rank", num_rows): partial(self._rank_first_level, num_rows),
             ("finish", *shape): partial(self._finish, *shape),
+            ("place", *shape, mask.data_ptr()): partial(self._place, *shape, mask, True),
+            ("successors", *shape, logits.data_ptr()): partial(self._rank_successors, logits),
         }
-        if mask is not None:
-            work["place", *shape, mask.data_ptr()] = partial(self._place, *shape, mask, True)
-        if logits is not None:
-            address, static = logits.data_ptr(), (self._rows[:num_rows], self._positions[:size], self._chosen[:size])
-            work["successors", *shape, address] = partial(self._rank_successors, logits)
-            for truncates in (False, True):
-                work["draw", *shape, address, truncates] = partial(self._draw, logits, *static, truncates)
+        static = (self._rows[:num_rows], self._positions[:size], self._chosen[:size])
+        for truncates in (False, True):
+            key = ("draw", *shape, logits.data_ptr(), truncates)
+            work[key] = partial(self._draw, logits, *static, truncates)
         for key, run in work.items():
             with Attempt("capture its kernels in CUDA graphs, and launches them one by one"):
-                self._captures.steps[key] = self._captures.capture(run)
+                if moving.get(key[0]):
+                    run()
+                else:
+                    self._captures.steps[key] = self._captures.capture(run)
         for places in (num_places, 1):  # ranking does not depend on places
             self._graph_rows.setdefault(places, []).append(num_rows)
 
