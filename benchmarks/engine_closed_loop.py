@@ -40,6 +40,7 @@ from typing import Any
 Answer = tuple[list[int], int]  # token ids, and the number of decode steps (0: the engine does not report it)
 CONTEXT = 4096
 CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128)  # batch sizes with CUDA graphs
+PREFILLED = tuple(range(64, 513, 64))  # tokens of prompts with CUDA graphs; SGLang's own 30 sizes take half a minute
 NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once for trees of full size
 NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
@@ -118,7 +119,8 @@ class SGLang:
             disable_overlap_schedule=options.no_overlap,
             cuda_graph_bs_decode=[size for size in CAPTURED if size <= max_requests],
             cuda_graph_max_bs_decode=max_requests,
-            cuda_graph_max_bs_prefill=512,
+            cuda_graph_bs_prefill=list(PREFILLED),
+            cuda_graph_max_bs_prefill=PREFILLED[-1],
             enable_deterministic_inference=options.deterministic,
             log_level=options.log_level,
             random_seed=0,
@@ -411,7 +413,8 @@ def let_calls_fail(every: int) -> None:
 
         return called
 
-    for name in ("see", "load", "propose", "arrays", "likeliest", "draw", "finish", "find_head", "lose_head"):
+    names = ("see", "load", "propose", "arrays", "likeliest", "rank_successors", "draw", "finish")
+    for name in (*names, "find_head", "lose_head"):
         setattr(Trees, name, failing(name, getattr(Trees, name)))
 
 

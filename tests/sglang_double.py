@@ -176,6 +176,7 @@ class EagleDraftWorker:
         self.hot_token_id = None
 
     def _capture_cuda_graphs(self):
+        self.captured = self.server_args.cuda_graph_config.decode.bs
         if captured_batch is not None:
             self.draft_forward(captured_batch)
 
@@ -267,7 +268,7 @@ class Backend(str):
 
     def __new__(cls, name):
         made = super().__new__(cls, name)
-        made.mask = torch.ones(2000, dtype=torch.bool)
+        made.mask = torch.ones(4000, dtype=torch.bool)
         return made
 
     def get_verify_buffers_to_fill_after_draft(self):
@@ -323,7 +324,11 @@ class EAGLEWorkerV2:
             verify_input = self.draft_worker.draft(batch)
         num_rows, num_places = len(batch.reqs), self.speculative_num_draft_tokens
         batch.out_cache_loc = _kv_slots(batch.req_pool_indices, batch.seq_lens, num_places)
-        output = SimpleNamespace(next_token_logits=read_trees(verify_input, batch))
+        logits = read_trees(verify_input, batch)
+        shared = self.target_worker.model_runner.graph_shared_output
+        if len(logits) <= shared.max_rows:  # captured graphs leave all logits in the same memory
+            logits = shared.get_logits_buffer(VOCAB, rows=len(logits)).copy_(logits)
+        output = SimpleNamespace(next_token_logits=logits)
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
         assert accepted.shape == (num_rows, self.speculative_num_steps + 1)
         predict = self._finalize_accept_tree_path(batch, accepted, lengths, predict, output, num_rows)
@@ -595,7 +600,21 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, prefix_lens=Non
     )
 
 
+class GraphSharedOutput:
+    """The logits of all graphs."""
+
+    max_rows = 24
+
+    def __init__(self):
+        self._buffer = torch.full((self.max_rows, VOCAB), torch.nan)
+
+    def get_logits_buffer(self, vocab_size, *, rows):
+        assert vocab_size == VOCAB and rows <= self.max_rows
+        return self._buffer[:rows]
+
+
 def target_worker(head_name="LlamaForCausalLMEagle3"):
     runner = SimpleNamespace(attn_backend=Backend("first"), decode_cuda_graph_runner="first")
+    runner.graph_shared_output = GraphSharedOutput()
     config = SimpleNamespace(vocab_size=VOCAB)
     return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner)

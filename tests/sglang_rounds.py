@@ -1,5 +1,7 @@
 """Whole rounds of the SGLang plugin over the stand-in, and the texts that they should give."""
 
+from types import SimpleNamespace
+
 import torch
 
 import plain_kernels
@@ -24,11 +26,14 @@ def decode(
 ):
     """Decodes requests that join one after the other and leave when they have ended; how many rounds it took.
 
-    is_overlapped: the scheduler takes in a round's results while the next one runs.
+    mask_buffer: memory for masks, or "backend" for the attention backend's own. is_overlapped:
+    the scheduler takes in a round's results while the next one runs.
     """
     usual = {"speculative_num_steps": 2, "speculative_num_draft_tokens": 6}
     worker = double.EAGLEWorkerV2(double.server_args(**usual | flags), double.target_worker())
     worker.init_cuda_graphs()
+    if mask_buffer == "backend":
+        mask_buffer = worker.target_worker.model_runner.attn_backend.mask
     waiting, running, inputs, slots = list(requests), [], [], list(range(1, sglang_double.NUM_SLOTS))
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:
@@ -39,13 +44,19 @@ def decode(
         if not is_overlapped:
             for each in running:
                 each.process(len(each.ids))
-        inputs.append(run(worker, double.batch_of(running, mask_buffer, is_deterministic)).verify_input)
+        inputs.append(copied(run(worker, double.batch_of(running, mask_buffer, is_deterministic)).verify_input))
         for each, num_before in zip(running, before, strict=True):
             each.process(num_before if is_overlapped else len(each.ids))
             if each.finished():
                 slots.insert(0, each.req_pool_idx)
         running = [each for each in running if not each.finished()]
     return worker, inputs
+
+
+def copied(verify_input):
+    """The next round writes its trees to the same memory."""
+    fields = vars(verify_input).items()
+    return SimpleNamespace(**{name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in fields})
 
 
 def run(worker, batch):

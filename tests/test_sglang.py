@@ -2,6 +2,7 @@
 
 import ast
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from graft.integrations.sglang.settings import (
     SGLangSettings,
 )
 from graft.integrations.sglang.trees import Server, Trees, draw_in_torch
+from graft.model.captures import CaptureError
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.tree.device.round import DeviceRound
+from quick_round import QuickRound
 from sglang_rounds import PROMPT, VOCAB, check_texts, decode, requests_of, run, use_quick_parts
 
 SERVER = Server(
@@ -51,8 +54,11 @@ def request(slot, prompt, output=(), **params):
 # The target's tokens
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
-def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits):
+@pytest.mark.parametrize(
+    ("limits", "is_captured"),
+    [({}, False), ({"top_k": 5}, False), ({"top_p": 0.6}, False), ({"min_p": 0.2}, False), ({"top_p": 0.6}, True)],
+)
+def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits, is_captured):
     rng = torch.Generator().manual_seed(0)
     contexts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
@@ -63,11 +69,22 @@ def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits)
     depths = torch.tensor([0, 1, 1, 2])
     positions = (torch.tensor([len(context) - 1 for context in contexts])[:, None] + depths).flatten()
     flat, best, now = logits.flatten(0, 1), logits.argmax(-1).flatten(), made()
+    if is_captured:  # for batches of up to three, whose logits lie in the same memory
+        buffer = torch.zeros(12, VOCAB)
+        now.warm_up(3, 4, buffer, None)
+        now.reset()
+        flat = buffer[:8].copy_(flat)
     now.see(requests)
-    found = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits)).view(2, 4)
+    drawn = now.draw(flat, best, positions, torch.tensor([3, 1]), bool(limits))
+    assert (drawn.data_ptr() == now._chosen.data_ptr()) == is_captured, "a graph leaves its tokens in the same memory"
+    found = drawn.view(2, 4).clone()
     for place, depth in enumerate(depths.tolist()):
         sampler = Sampler(wanted, [[*context, *[0] * depth] for context in contexts], [], VOCAB, torch.device("cpu"))
         assert found[:, place].tolist() == sampler.choose(logits[:, place], [True, True]).tolist()
+    for row, slot in enumerate((3, 1)):
+        own = slice(4 * row, 4 * row + 4)
+        alone = now.draw(flat[own], best[own], positions[own], torch.tensor([slot]), bool(limits))
+        assert alone.equal(found[row]), "alone"
     names = ("temperature", "top_k", "top_p", "min_p")
     columns = [torch.tensor([getattr(each.sampling_params, name) for each in requests]) for name in names]
     seeds = [now.seed_of(each) for each in requests]
@@ -86,6 +103,22 @@ def test_the_heads_tokens_are_ranked_with_the_noise_of_the_draws_to_come():
     _, tokens = now.likeliest(logits / 1.2, 3, ends, depth=3)  # a head's logits are sharpened
     best = logits.argmax(-1)
     assert tokens[:, 0].equal(now.draw(logits, best, ends + 1, rows, False)) and tokens[0, 0] != best[0]
+
+
+def test_a_graph_ranks_the_heads_tokens_as_its_kernels_do_and_leaves_those_of_an_earlier_batch():
+    torch.manual_seed(0)
+    requests = [request(2, range(9), top_k=1 << 30, temperature=0.7), request(4, range(6))]
+    found = []
+    for is_captured in (False, True):
+        now = made()
+        if is_captured:
+            now.warm_up(4, 4, None, None)
+        load(now, requests, [1, 2])
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randn(2, VOCAB, generator=generator) for _ in range(2)]
+        found.append([now.likeliest(logits, 3, torch.tensor([9, 6]), depth=1) for logits in batches])
+    for eager, captured in zip(*found, strict=True):
+        assert eager[0].equal(captured[0]) and eager[1].equal(captured[1])
 
 
 def test_a_request_without_a_seed_has_one_of_its_own_and_keeps_it():
@@ -205,6 +238,7 @@ def test_a_round_reads_nothing_back_from_the_device(monkeypatch):
     for name in ("load_rows", "split_levels", "place_trees"):
         monkeypatch.setattr(kernels, name, lambda *args: None)
     monkeypatch.setattr(trees.draw_kernels, "draw", lambda *args, **more: None)
+    monkeypatch.setattr(trees.topk_kernels, "highest", lambda logits, k: (torch.zeros(len(logits), k),) * 3)
     now, rows = made(), torch.tensor([2, 3])
     monkeypatch.setattr(now.round, "propose", lambda *args, **more: None)
     monkeypatch.setattr(now.round, "finish", lambda *args, **more: None)
@@ -216,9 +250,10 @@ def test_a_round_reads_nothing_back_from_the_device(monkeypatch):
             now.see(requests)
             now.load(Rows(rows, lengths, rows), 4)
             now.propose(drafted, 4)
-            now.arrays(lengths, 4, None, 16, True, True)
+            now.arrays(2, 4, None, 16, True, True)
+            now.rank_successors(torch.zeros(8, VOCAB), 4)
             now.draw(torch.zeros(8, VOCAB), places, places, rows, True)
-            now.finish(2, 4, places, places[:, None], torch.zeros(8, 1))
+            now.finish(2, 4, places)
             requests = [request(2, PROMPT, [1], length=1), requests[1]]  # one ends and another takes its place
         now.lose_head(rows, lengths)
         now.find_head(rows, lengths, [3, 0], torch.zeros(5, 9).int())
@@ -316,8 +351,10 @@ def test_graphs_for_more_requests_than_have_such_trees_build_none(sglang, monkey
     flags = sglang.server_args(max_running_requests=8, speculative_num_steps=2, speculative_num_draft_tokens=6)
     for num_rows, expected in ((1, [6]), (2, [])):
         sglang.captured_batch = sglang.batch_of(requests[:num_rows])
-        sglang.EAGLEWorkerV2(flags, sglang.target_worker()).init_cuda_graphs()
-        assert built == expected
+        worker = sglang.EAGLEWorkerV2(flags, sglang.target_worker())
+        worker.init_cuda_graphs()
+        assert built == expected and worker.draft_worker.captured == [1]
+        assert flags.cuda_graph_config.decode.bs == [1, 2, 4, 8], "SGLang's own setting stays"
         built.clear()
     sglang.captured_batch = None
     decode(sglang, requests, max_running_requests=8)
@@ -399,6 +436,19 @@ def test_batches_that_are_too_large_have_sglangs_own_trees(sglang, monkeypatch, 
     assert [record.message for record in caplog.records] == [
         "Graft: batches of more than 512 places have SGLang's own trees"
     ]
+
+
+def test_prompts_that_are_read_together_are_not_taken_for_a_round_of_large_trees(sglang, monkeypatch, caplog):
+    monkeypatch.setattr(trees, "MAX_TREE_TOKENS", 11)
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4")
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(max_running_requests=2), sglang.target_worker())
+    worker.init_cuda_graphs()
+    requests = [request(slot, PROMPT) for slot in (1, 2)]
+    run(worker, sglang.batch_of(requests[:1], prefix_lens=[0]))
+    run(worker, sglang.batch_of(requests[:1]))  # six places
+    run(worker, sglang.batch_of(requests, prefix_lens=[0, 0]))
+    run(worker, sglang.batch_of(requests))  # four
+    assert not caplog.records and sglang.num_own_trees == 0
 
 
 def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch):
@@ -489,6 +539,7 @@ def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):
     lines = [record.message for record in caplog.records if "Graft:" in record.message]
     assert 1 <= len(lines) <= len(inputs) // 2
     assert lines[0].startswith("Graft: 2 rounds with trees of 1.0 requests, ")
+    assert 1 <= float(lines[0].split()[-4]) <= 6, "of a tree of six places; what was captured beforehand does not count"
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.7}])
@@ -520,6 +571,77 @@ def test_in_deterministic_mode_the_text_is_the_one_that_sglang_draws_without_spe
     with_our_noise = [sglang.Request(str(seed), PROMPT * 2 + [seed], **drawn, sampling_seed=seed) for seed in (3, 4)]
     decode(sglang, with_our_noise)
     assert [each.output_ids[:20] for each in with_our_noise] != [each.output_ids[:20] for each in requests]
+
+
+def test_rounds_replay_graphs_that_were_captured_beforehand(sglang, monkeypatch, caplog):
+    replayed, capture = Counter(), trees.Captures.capture
+
+    def counted(self, run):
+        replay = capture(self, run)
+        return lambda: (replayed.update([run.func.__name__]), replay())
+
+    monkeypatch.setattr(trees.Captures, "capture", counted)
+    requests = requests_of(sglang)[:3]
+    worker = sglang.EAGLEWorkerV2
+    init = worker.init_cuda_graphs
+    monkeypatch.setattr(worker, "init_cuda_graphs", lambda self: (init(self), replayed.clear()))
+    _, inputs = decode(sglang, requests, mask_buffer="backend")
+    check_texts(requests)
+    num_drawn = sum(
+        len(each.draft_token) > 6 for each in inputs
+    )  # the first request, which is greedy, is alone at first
+    num_ranked = len(inputs) + len(requests)  # of rounds and prompts
+    expected = {name: len(inputs) for name in ("_place", "_rank_successors", "_finish")}
+    assert replayed == expected | {"_draw": num_drawn, "_rank_first_level": num_ranked}
+    assert not caplog.records
+
+
+def test_what_cannot_be_captured_runs_without_graphs_and_is_logged_once(sglang, monkeypatch, caplog):
+    def fails(self, run):
+        raise CaptureError("planted")
+
+    monkeypatch.setattr(trees.Captures, "capture", fails)
+    requests = requests_of(sglang)
+    decode(sglang, requests, mask_buffer="backend")
+    check_texts(requests)
+    assert sglang.num_own_trees == 0
+    assert [record.message for record in caplog.records] == [
+        "Graft could not capture its kernels in CUDA graphs, and launches them one by one; SGLang continues without it"
+    ]
+
+
+def test_counts_of_a_round_change_the_calibration_on_the_device(monkeypatch):
+    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
+    now = made()
+    probs = now.round.inputs["acceptance_probs"]
+    prior, rng = probs.clone().double().numpy(), np.random.default_rng(0)
+    tried = fitted = 0
+    for _ in range(3):
+        counts = rng.integers(0, 9, prior.shape)
+        right = rng.integers(0, counts + 1)
+        now.round.found["tried"].copy_(torch.from_numpy(counts))
+        now.round.found["fitted"].copy_(torch.from_numpy(right))
+        tried, fitted = tried + counts, fitted + right
+        load(now, [request(1, PROMPT)], [5])
+        now.leave_roots(torch.tensor([5]), torch.tensor([len(PROMPT)]), 4)
+        now.finish(1, 4, torch.tensor([1, 2, 3, 4]))
+    np.testing.assert_allclose(probs.numpy(), (16 * prior + fitted) / (16 + tried), rtol=1e-5)
+    now.reset()
+    np.testing.assert_array_equal(probs.double().numpy(), prior)
+
+
+def test_trees_of_roots_alone_end_in_the_chosen_tokens_whatever_was_there_before(monkeypatch):
+    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
+    now, requests = made(), [request(1, PROMPT), request(2, PROMPT[:5])]
+    now.step.fill_(7)
+    load(now, requests, [11, 12])
+    lengths = [len(PROMPT), 5]
+    now.leave_roots(torch.tensor([11, 12]), torch.tensor(lengths), 4)
+    found = now.arrays(2, 4, None, sum(lengths), True, True)
+    assert found.draft_token.tolist() == [11, 0, 0, 0, 12, 0, 0, 0]
+    assert found.positions.view(2, 4)[:, 0].tolist() == lengths
+    now.finish(2, 4, torch.tensor([1, 0, 0, 0, 2, 0, 0, 0]))
+    assert text_of(now, 1) == [*PROMPT, 11, 1] and text_of(now, 2) == [*PROMPT[:5], 12, 2]
 
 
 def test_flushing_the_cache_forgets_what_was_learned(sglang):

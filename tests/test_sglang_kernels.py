@@ -238,9 +238,9 @@ def test_levels_have_the_nodes_of_sglangs_loop_with_their_own_parents(topk, num_
 @pytest.mark.parametrize("has_texts", [True, False])
 def test_trees_are_written_where_a_verify_reads_them(has_texts):
     """Each place sees its path, and the links lead SGLang's walk down it."""
-    parents = [[-1, 0, 0, 1, 3, 2, 1], [-1, 0, 1, 2], [-1]]
-    num_rows, num_places, lengths = 3, 7, [4, 0, 70]
-    columns = torch.zeros(6, 30, dtype=torch.int32)
+    parents = [[-1, 0, 0, 1, 3, 2, 1], [-1, 0, 1, 2], [-1], [], []]
+    num_rows, num_places, lengths = 5, 7, [4, 0, 70, -1, -1]  # the last two are padding
+    columns = torch.zeros(6, 40, dtype=torch.int32)
     columns[4] = num_rows
     depths = []
     for row, own in enumerate(parents):
@@ -253,12 +253,12 @@ def test_trees_are_written_where_a_verify_reads_them(has_texts):
         columns[1, at] = torch.tensor(own).clamp(min=0).int()
         columns[3, at], columns[4, at] = torch.tensor(deep).int(), row
     numbers = torch.full((5, num_rows, num_places), -9, dtype=torch.int64, device=DEVICE)
-    size = num_places * (sum(lengths) * has_texts + num_rows * num_places)
+    size = num_places * (74 * has_texts + num_rows * num_places)
     mask = torch.ones(size + 5, dtype=torch.bool, device=DEVICE)
     kernels.place_trees(columns.to(DEVICE), torch.tensor(lengths, device=DEVICE), numbers, mask, has_texts)
     tokens, positions, index, children, siblings = numbers.cpu().tolist()
     start = 0
-    for row, (own, length) in enumerate(zip(parents, lengths, strict=True)):
+    for row, (own, length) in enumerate(zip(parents, [4, 0, 70, 0, 0], strict=True)):
         assert index[row] == list(range(row * num_places, (row + 1) * num_places))
         for place in range(num_places):
             path, is_node = [place], place < len(own)
@@ -297,7 +297,7 @@ for roots in ("*i32", "*i64"):
 types = "*i64 *fp32 *i64 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32"
 check(kernels._split_levels_kernel, types, TOPK=8, BLOCK=256)
 for has_texts in (True, False):
-    check(kernels._place_kernel, "*i32 *i64 *i64 *u8 i32 i32 i32", HAS_TEXTS=has_texts, BLOCK_B=4, BLOCK_N=64)
+    check(kernels._place_kernel, "*i32 *i32 *i64 *u8 i32 i32 i32", HAS_TEXTS=has_texts, BLOCK_B=4, BLOCK_N=64)
 for stride in (0, 4):
     types = " ".join(["*i32"] * 12 + ["i32"] * 6)
     check(ranking._lay_out_kernel, types, CAP=15, STRIDE=stride, BLOCK=16, ROWS=32, SIZE=128)

@@ -102,7 +102,6 @@ class Captures:
                 if not is_out_of_memory(error):
                     if not isinstance(error, CaptureError) or self._num_failures_in_a_row == _MAX_FAILURES:
                         raise
-                    self._pool = _new_pool(self.device)  # the old pool may still be in a capture
                     self.num_failures += 1
                     self._num_failures_in_a_row += 1
                     continue
@@ -145,6 +144,7 @@ class Captures:
             ):
                 run()
         except Exception as error:
+            self._pool = _new_pool(self.device)  # the old pool may still be in a capture
             raise CaptureError(str(error)) from error
         replay: Run = graph.replay
         return replay

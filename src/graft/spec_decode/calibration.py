@@ -65,10 +65,16 @@ class Calibration:
         candidates.count(emitted, self._tried, self._fitted, _MEMORY)
         self._probs = None
 
-    def add(self, tried: np.ndarray, fitted: np.ndarray) -> None:
+    def to(self, device: torch.device) -> Calibration:
+        """Move to a device, where `add` may run inside a CUDA graph."""
+        self._prior, self._tried, self._fitted = (part.to(device) for part in (self._prior, self._tried, self._fitted))
+        self._probs = None
+        return self
+
+    def add(self, tried: Tensor, fitted: Tensor) -> None:
         """Add counts of a device round, [kinds * agreements, sources, buckets] each."""
-        self._tried += torch.from_numpy(tried)
-        self._fitted += torch.from_numpy(fitted)
+        self._tried += tried
+        self._fitted += fitted
         fade = (_MEMORY / self._tried).clamp(max=1.0)
         self._tried *= fade
         self._fitted *= fade

@@ -205,7 +205,7 @@ class Controller:
                 self.proposing.observe(num_rows, outcome.num_passes, outcome.propose_seconds)
         if is_plain:
             return
-        self.calibration.add(outcome.tried, outcome.fitted)
+        self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted))
         self._usual_passes += WEIGHT * (outcome.num_passes - self._usual_passes)
         ratios = np.array(self.path_calibration.ratios)
         num_powers = len(ratios) // NUM_KINDS

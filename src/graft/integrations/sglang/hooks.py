@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graft.integrations.sglang import release
 from graft.integrations.sglang.fallback import Attempt
-from graft.integrations.sglang.trees import likeliest_successors
 
 _FULL_MASK = 0  # SGLang's number of the mask layout that covers the texts too
 
@@ -34,7 +33,9 @@ class Worker(Protocol):
 
     def choose(self, batch: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor: ...
 
-    def learn(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None: ...
+    def rank_successors(self, logits: Tensor) -> None: ...
+
+    def learn(self, chosen: Tensor) -> None: ...
 
 
 @dataclass
@@ -116,10 +117,11 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, *a
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, *args, **kwargs)
     logits = logits_output.next_token_logits
-    highest: list[tuple[Tensor, Tensor]] = []
-    if worker.has_tree and worker.is_sound:
-        with Attempt("learn from a round"):
-            highest.append(likeliest_successors(logits))  # before the call, since penalties change the logits in place
+    learns = worker.has_tree and worker.is_sound
+    if learns:
+        with Attempt("learn from a round") as attempt:
+            worker.rank_successors(logits)  # before the call, since penalties change the logits in place
+        learns = not attempt.failed
     info, chosen = batch.sampling_info, []
 
     def choose(best: Tensor) -> Tensor:
@@ -133,9 +135,9 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, *a
             result = original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
         batch.sampling_info = info
-    if highest:
+    if learns:
         with Attempt("learn from a round"):
-            worker.learn(chosen[0], *highest[0])
+            worker.learn(chosen[0])
     return result
 
 

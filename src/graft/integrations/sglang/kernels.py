@@ -227,7 +227,7 @@ def _split_levels_kernel(
 
 def place_trees(
     columns: Tensor,  # [6, room] int32 trees of D places, see `ranking.lay_out`
-    lengths: Tensor,  # [B] of the texts before the trees
+    lengths: Tensor,  # [B or more] of the texts before the trees; -1 for padding
     numbers: Tensor,  # [5, B, D] int64, written: tokens, positions, index, first child and next sibling of each place
     mask: Tensor,  # flat bytes, written: whether each place sees what is before it
     has_texts: bool,
@@ -268,7 +268,7 @@ def _place_kernel(
     is_node = tl.load(columns + 4 * room + at, mask=inside, other=-1) == row
     parent = tl.load(columns + room + at, mask=is_node, other=0)
     depth = tl.load(columns + 3 * room + at, mask=is_node, other=0)
-    length = tl.load(lengths + row).to(tl.int64)
+    length = tl.maximum(tl.load(lengths + row), 0).to(tl.int64)
     is_child = (is_node & (place > 0))[None, :] & (parent[None, :] == place[:, None]) & is_node[:, None]
     child = tl.min(tl.where(is_child, place[None, :], BLOCK_N), axis=1)
     is_sibling = (is_node & (place > 0))[None, :] & (parent[None, :] == parent[:, None])
@@ -287,7 +287,7 @@ def _place_kernel(
         above = tl.load(columns + room + row * places + above, mask=is_node, other=0)
     if HAS_TEXTS:
         before = tl.arange(0, BLOCK_B)
-        texts = tl.sum(tl.load(lengths + before, mask=before < row, other=0).to(tl.int64), axis=0)
+        texts = tl.sum(tl.maximum(tl.load(lengths + before, mask=before < row, other=0), 0).to(tl.int64), axis=0)
         begin = places * (texts + row * places) + place * (length + places) + length
     else:
         begin = (row * places + place).to(tl.int64) * places

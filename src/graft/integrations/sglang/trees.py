@@ -1,8 +1,11 @@
 """The trees of a server's rounds: made, verified and learned from on the device. Needs Triton, but not SGLang.
 
 SGLang gives every running request a slot in its tables. Texts and sampling settings lie on the device in the same
-slots, written when a request joins. A round then needs nothing from the host. Its results for the host (how well each
-source's scores fit) arrive a round or two later, and nothing waits for them.
+slots, written when a request joins. A round then needs nothing from the host, and the host needs nothing from a round.
+
+What runs outside of SGLang's graphs is captured in graphs of our own (`warm_up`), because launching its kernels one by
+one takes longer than they run. A graph has fixed addresses: small inputs are copied into memory of ours, and logits are
+read where SGLang's own graphs leave them. Without a graph (or a GPU) the same functions run directly.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,9 +25,10 @@ from torch import Tensor
 
 from graft.engine.staging import Staging
 from graft.integrations.sglang import kernels
+from graft.integrations.sglang.fallback import Attempt
 from graft.integrations.sglang.kernels import Drafted, Rows
 from graft.integrations.sglang.settings import SGLangSettings
-from graft.model.captures import pinned_zeros
+from graft.model.captures import Captures, Run, pinned_zeros
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.noise import NUM_KINDS, RowDraws, gumbel_noise
@@ -46,7 +51,6 @@ _MOST_OF_A_TEXT = 1 << 15  # tokens of one finished text that are kept
 _TABLE_ROWS = 1 << 18
 _COMPARED_PROMPTS, _COMPARED_TOKENS = 16, 4096  # compared with a new prompt, so that a shared beginning is kept once
 _SENT_AT_ONCE = 1 << 16
-_RING = 4  # rounds whose results may be on their way to the host
 _DRAWN_AT_ONCE = 1 << 22  # random numbers that `draw_in_torch` makes at once
 _SHARPNESS = 1.2  # factor of an EAGLE-3 head's logits when it guesses draws; as in `Eagle3Drafter`
 _UNREAD_SHARE = 8  # the head drafts for a text if it has left out at most an eighth of it
@@ -107,7 +111,8 @@ class Trees:
         # Only for the names, numbers and priors of the sources.
         policy = PolicySettings(budget=1, pass_cost=0.0, isolated=settings.isolated)
         grafter = Grafter(server.vocab_size, server.num_steps, policy, StepCost())
-        self._calibration, numbers = grafter.calibration, {name: n for n, name in enumerate(grafter.sources)}
+        numbers = {name: number for number, name in enumerate(grafter.sources)}
+        self._calibration = grafter.calibration.to(device)
         num_buckets = self._calibration.acceptance_probs.shape[2]
         used = (numbers["drafted"], numbers["suffix"], numbers["trigram"])
         levels = (server.topk, *[server.topk**2] * (server.num_steps - 1))
@@ -149,10 +154,20 @@ class Trees:
             self._to_target = to_target.to(device).long() - torch.arange(len(to_target), device=device)
         self._staging = Staging(device)
         self._joined = itertools.count(1)
-        self._free = [
-            (pinned_zeros((self.round.num_results,), torch.int32, device), _new_event(device)) for _ in range(_RING)
-        ]
-        self._coming: deque[tuple[Tensor, Any, int]] = deque()  # results on their way, and their numbers of rows
+        self._captures = Captures(device)
+        self._graph_rows: dict[int, list[int]] = {}  # by places, the batch sizes with graphs
+        # What graphs read and write. SGLang's verify reads the numbers and the chosen tokens before the next round.
+        most, rows, long = MAX_TREE_TOKENS, server.most_rows, torch.int64
+        num_successors = min(NUM_SUCCESSORS, server.vocab_size)
+        self._numbers = torch.zeros(5 * most, dtype=long, device=device)
+        self._successors = torch.zeros(most, num_successors, dtype=torch.int32, device=device)
+        self._successor_logits = torch.zeros(most, num_successors, device=device)
+        self._chosen, self._positions = torch.zeros(2, most, dtype=long, device=device)
+        self._rows, self._ends = torch.zeros(2, rows, dtype=long, device=device)
+        self._head_logits = torch.zeros(rows, len(self._to_target), device=device)
+        self._head_probs = torch.zeros(rows, server.topk, device=device)
+        self._head_tokens = torch.zeros(rows, server.topk, dtype=long, device=device)
+        self._log = RoundLog(settings.log, device)
         self.reset()
 
     def reset(self) -> None:
@@ -160,14 +175,13 @@ class Trees:
         self._held: dict[int, _Held] = {}  # by slot
         self._prompts: deque[np.ndarray] = deque(maxlen=_COMPARED_PROMPTS)
         self._num_past = 0  # tokens of finished texts ever written
-        self._log = RoundLog(self._settings.log)
-        self._drop_results()
+        self._log.restart()
         self.round.texts.past_end.zero_()
         self.round.texts.lengths.zero_()
         assert self.round.tables is not None
         self.round.tables.entries.fill_(-1)
         self._calibration.restore({})
-        self._send_probabilities()
+        self.round.inputs["acceptance_probs"].copy_(self._calibration.acceptance_probs)
 
     # Requests
 
@@ -285,7 +299,6 @@ class Trees:
 
     def load(self, rows: Rows, num_places: int) -> None:
         """Prepare a round of these rows. Their requests have been seen."""
-        self._take_results()
         budget, settings = num_places - 1, self._settings
         num_nodes = min(settings.budget or budget, budget)
         max_depth = min(settings.max_depth or num_nodes, num_nodes, MAX_TOKENS - 1)
@@ -307,49 +320,85 @@ class Trees:
         shape = RoundShape(num_rows, num_rows * num_places)
         self.round.propose(shape, self._columns, self._by_row, self._server.context, draft, stride=num_places)
 
-    def leave_roots(self, roots: Tensor, num_places: int) -> None:
-        """Make the trees of a round roots alone."""
+    def leave_roots(self, roots: Tensor, lengths: Tensor, num_places: int) -> None:
+        """Make the trees of a round roots alone. lengths: [B] tokens in the KV cache."""
         num_rows = len(roots)
+        rows = torch.arange(num_rows, device=roots.device)
         own = self._columns[:, : num_rows * num_places].view(6, num_rows, num_places)
         own.zero_()
         own[4].fill_(num_rows)
         own[0, :, 0].copy_(roots)
-        own[4, :, 0].copy_(torch.arange(num_rows, device=roots.device))
-        self._by_row[1, :num_rows].fill_(1)
+        own[4, :, 0].copy_(rows)
+        self._by_row.zero_()
+        starts, sizes, committed, _ = self._by_row[:, :num_rows]
+        starts.copy_(rows * num_places)
+        sizes.fill_(1)
+        committed.copy_(lengths)
 
-    def warm_up(self, num_rows: int, num_places: int) -> None:
-        """Run all that is outside of SGLang's graphs on padding. What that teaches is to be forgotten."""
-        rows, places = (
-            torch.zeros(n, dtype=torch.int64, device=self._device) for n in (num_rows, num_rows * num_places)
-        )
-        logits = torch.zeros(len(places), self._server.vocab_size, device=self._device)
+    def warm_up(self, num_rows: int, num_places: int, logits: Tensor | None, mask: Tensor | None) -> None:
+        """Compile and capture all that is outside of SGLang's graphs. What that teaches is to be forgotten.
+
+        logits: [B * D, V] where SGLang's graphs leave them. mask: its memory for the masks of such verifies. Without
+        them, what needs them is compiled alone.
+        """
+        size, shape = num_rows * num_places, (num_rows, num_places)
+        moving = {"place": mask is None, "successors": logits is None, "draw": logits is None}
+        mask = torch.ones(size * num_places, dtype=torch.bool, device=self._device) if mask is None else mask
+        logits = torch.zeros(size, self._server.vocab_size, device=self._device) if logits is None else logits
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         for roots in (rows, rows.int()):  # a prefill and a verify give different types
             self.load(Rows(rows, rows, roots), num_places)
-        self.leave_roots(rows, num_places)
-        self.arrays(rows, num_places, None, 0, True, True)
+        self.leave_roots(rows, rows, num_places)
+        work: dict[tuple[Any, ...], Run] = {
+            ("rank", num_rows): partial(self._rank_first_level, num_rows),
+            ("finish", *shape): partial(self._finish, *shape),
+            ("place", *shape, mask.data_ptr()): partial(self._place, *shape, mask, True),
+            ("successors", *shape, logits.data_ptr()): partial(self._rank_successors, logits),
+        }
+        static = (self._rows[:num_rows], self._positions[:size], self._chosen[:size])
         for truncates in (False, True):
-            self.draw(logits, places, places, rows, truncates)
-        self.finish(num_rows, num_places, places, *likeliest_successors(logits))
-        self._drop_results()
+            key = ("draw", *shape, logits.data_ptr(), truncates)
+            work[key] = partial(self._draw, logits, *static, truncates)
+        for key, run in work.items():
+            with Attempt("capture its kernels in CUDA graphs, and launches them one by one"):
+                if moving.get(key[0]):
+                    run()
+                else:
+                    self._captures.steps[key] = self._captures.capture(run)
+        for places in (num_places, 1):  # ranking does not depend on places
+            self._graph_rows.setdefault(places, []).append(num_rows)
+
+    def _padded(self, num_rows: int, num_places: int) -> int:
+        """The rows of the graphs that a batch can run in; without graphs, its own."""
+        return min((rows for rows in self._graph_rows.get(num_places, ()) if rows >= num_rows), default=num_rows)
 
     def arrays(
-        self, lengths: Tensor, num_places: int, mask: Tensor | None, most_tokens: int, has_texts: bool, fills: bool
+        self, num_rows: int, num_places: int, mask: Tensor | None, most_tokens: int, has_texts: bool, fills: bool
     ) -> VerifyArrays:
-        """The proposed trees as the inputs of a verify.
+        """The proposed trees as the inputs of a verify, valid until the next round's.
 
-        lengths: [B] tokens in the KV cache. mask: SGLang's memory for it, if there is any. most_tokens: at least the
-        sum of the lengths. has_texts: the mask covers the texts too. fills: the part over the texts is read.
+        mask: SGLang's memory for it, if there is any. most_tokens: at least the tokens of all texts together.
+        has_texts: the mask covers the texts too. fills: the part over the texts is read.
         """
-        num_rows = len(lengths)
         size = num_places * (most_tokens * has_texts + num_rows * num_places)
         if mask is None or len(mask) < size:  # too small for a batch larger than all captured ones
-            mask = torch.ones(size, dtype=torch.bool, device=lengths.device)
+            mask = torch.ones(size, dtype=torch.bool, device=self._device)
         elif fills:
             mask.fill_(True)  # all of it: a padded batch reads beyond our rows
-        numbers = torch.empty(5, num_rows, num_places, dtype=torch.int64, device=lengths.device)
-        kernels.place_trees(self._columns, lengths, numbers, mask, has_texts)
+        rows = self._padded(num_rows, num_places)
+        graph = self._captures.steps.get(("place", rows, num_places, mask.data_ptr())) if has_texts else None
+        if graph is None:
+            rows = num_rows
+            self._place(rows, num_places, mask, has_texts)
+        else:
+            graph()
+        numbers = self._numbers[: 5 * rows * num_places].view(5, rows, num_places)[:, :num_rows]
         tokens, positions, index, children, siblings = numbers
         return VerifyArrays(mask, positions.flatten(), index, children, siblings, tokens.flatten())
+
+    def _place(self, num_rows: int, num_places: int, mask: Tensor, has_texts: bool) -> None:
+        numbers = self._numbers[: 5 * num_rows * num_places].view(5, num_rows, num_places)
+        kernels.place_trees(self._columns, self._by_row[2], numbers, mask, has_texts)
 
     def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The head's probabilities [R, K] and tokens [R, K], int64. In sampled rows they are those of being drawn.
@@ -357,6 +406,24 @@ class Trees:
         logits: [B * n, V] of the loaded rows. ends: [B] tokens of the texts, with their roots. depth: 1 is the next
         token.
         """
+        num_rows = len(ends)
+        graph = self._captures.steps.get(("rank", self._padded(num_rows, 1)))
+        fits = logits.shape == (num_rows, self._head_logits.shape[1]) and topk == self._server.topk
+        if graph is None or not fits or depth != 1:  # deeper levels are ranked inside of SGLang's graphs
+            return self._rank(logits, topk, ends, depth)
+        self._head_logits[:num_rows].copy_(logits)
+        self._ends[:num_rows].copy_(ends)
+        graph()
+        # SGLang keeps them while the head reads other prompts.
+        return self._head_probs[:num_rows].clone(), self._head_tokens[:num_rows].clone()
+
+    def _rank_first_level(self, num_rows: int) -> None:
+        logits, ends = self._head_logits[:num_rows], self._ends[:num_rows]
+        probabilities, tokens = self._rank(logits, self._server.topk, ends, depth=1)
+        self._head_probs[:num_rows].copy_(probabilities)
+        self._head_tokens[:num_rows].copy_(tokens)
+
+    def _rank(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         draws, num_rows, inputs = None, len(ends), self.round.inputs
         if self._server.knows_noise and num_rows <= self._server.most_rows:
             seeds, temperatures = (inputs[name][:num_rows] for name in ("seeds", "temperatures"))
@@ -364,63 +431,70 @@ class Trees:
         tokens, best, total = topk_kernels.highest(logits, topk, draws)
         return (best - total[:, None]).exp(), tokens.long()
 
+    def rank_successors(self, logits: Tensor, num_places: int) -> None:
+        """Note the target's likeliest tokens after every place, from which `finish` learns. logits: [B * D, V]."""
+        rows = self._padded(len(logits) // num_places, num_places)
+        graph = self._captures.steps.get(("successors", rows, num_places, logits.data_ptr()))
+        (graph or partial(self._rank_successors, logits))()
+
+    def _rank_successors(self, logits: Tensor) -> None:
+        tokens, values, _ = topk_kernels.highest(logits, self._successors.shape[1])
+        self._successors[: len(logits)].copy_(tokens)
+        self._successor_logits[: len(logits)].copy_(values)
+
     def draw(self, logits: Tensor, best: Tensor, positions: Tensor, rows: Tensor, truncates: bool) -> Tensor:
         """The target's token [B * D] after every place, by noise of the request's seed and the position alone.
 
-        best: [B * D] the likeliest, which greedy rows choose. positions: [B * D] of the places. rows: [B] slots.
-        truncates: whether a row has a top-k, top-p or min-p.
+        It is valid until the next round's. best: [B * D] the likeliest, which greedy rows choose. positions: [B * D] of
+        the places. rows: [B] slots. truncates: whether a row has a top-k, top-p or min-p.
         """
+        num_rows, size = len(rows), len(best)
+        num_places = size // num_rows
+        padded = self._padded(num_rows, num_places)
+        graph = self._captures.steps.get(("draw", padded, num_places, logits.data_ptr(), truncates))
+        if graph is None:
+            chosen = best.clone()
+            self._draw(logits, rows, positions, chosen, truncates)
+            return chosen
+        static = [self._rows[:num_rows], self._positions[:size], self._chosen[:size]]
+        torch._foreach_copy_(static, [rows, positions, best])
+        graph()
+        return self._chosen[:size]
+
+    def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor, truncates: bool) -> None:
+        """Draw the tokens of sampled rows. chosen: [B * D] the likeliest tokens, overwritten in these rows."""
         slots = self._slots
         of_places = rows.repeat_interleave(len(logits) // len(rows))
-        drawn = torch.empty_like(best)
+        drawn = torch.empty_like(chosen)
         draw_kernels.draw(
             *(logits, of_places, positions, slots["seeds"], self._ones, slots["temperatures"]),
             *(slots["top_k"], slots["top_p"], slots["min_p"], drawn),
             truncates=truncates,
         )
-        return torch.where(slots["temperatures"].index_select(0, of_places) > 0, drawn, best)
+        is_sampled = slots["temperatures"].index_select(0, of_places) > 0
+        chosen.copy_(torch.where(is_sampled, drawn, chosen))
 
-    def finish(self, num_rows: int, num_places: int, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
-        """Walk down the verified trees, and let texts, tables and counts learn. chosen: [B * D].
+    def finish(self, num_rows: int, num_places: int, chosen: Tensor) -> None:
+        """Walk down the verified trees, and let texts, tables and calibration learn. chosen: [B * D].
 
-        successors, logits: [B * D, k] the target's likeliest tokens after every place.
+        `rank_successors` has been called for this round.
         """
-        shape = RoundShape(num_rows, num_rows * num_places)
-        self.round.finish(shape, self._columns, self._by_row, chosen, successors, logits)
-        if self._free:  # else the host is far behind, and these counts are lost
-            here, arrived = self._free.pop()
-            here.copy_(self.round.results, non_blocking=True)
-            if arrived is not None:
-                arrived.record()
-            self._coming.append((here, arrived, num_rows))
+        own = self._chosen[: len(chosen)]
+        if own.data_ptr() != chosen.data_ptr():
+            own.copy_(chosen)
+        rows = self._padded(num_rows, num_places)
+        graph = self._captures.steps.get(("finish", rows, num_places))
+        (graph or partial(self._finish, num_rows, num_places))()
+        self._log.add(num_rows)
 
-    def _drop_results(self) -> None:
-        while self._coming:
-            self._free.append(self._coming.pop()[:2])
-
-    def _take_results(self) -> None:
-        """Learn from the results that have arrived."""
-        has_learned = False
-        while self._coming and (self._coming[0][1] is None or self._coming[0][1].query()):
-            here, arrived, num_rows = self._coming.popleft()
-            found = self.round.results_in(here)
-            self._calibration.add(found["tried"].numpy(), found["fitted"].numpy())
-            self._log.add(num_rows, int(found["counts"].numpy()[:num_rows].sum()))
-            self._free.append((here, arrived))
-            has_learned = True
-        if has_learned:
-            self._send_probabilities()
-
-    def _send_probabilities(self) -> None:
-        probabilities = self._calibration.acceptance_probs
-        there = self._staging.send(probabilities.numpy().ravel(), torch.float32)
-        self.round.inputs["acceptance_probs"].copy_(there.view(probabilities.shape))
-
-
-def likeliest_successors(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's top-k tokens [B * D, k] int32 after every node, best first, and their logits in float32."""
-    tokens, values, _ = topk_kernels.highest(logits, min(NUM_SUCCESSORS, logits.shape[1]))
-    return tokens, values
+    def _finish(self, num_rows: int, num_places: int) -> None:
+        shape, found = RoundShape(num_rows, num_rows * num_places), self.round.found
+        learned = (part[: shape.tokens] for part in (self._chosen, self._successors, self._successor_logits))
+        self.round.finish(shape, self._columns, self._by_row, *learned)
+        self._calibration.add(found["tried"], found["fitted"])
+        self.round.inputs["acceptance_probs"].copy_(self._calibration.acceptance_probs)
+        if self._settings.log is not None:
+            self._log.tokens += found["counts"][:num_rows].sum()
 
 
 def draw_in_torch(
@@ -440,18 +514,34 @@ def draw_in_torch(
 
 
 class RoundLog:
-    """Logs accepted tokens in one line after every `every` rounds."""
+    """Logs accepted tokens in one line after every `every` rounds, when their number has arrived from the device."""
 
-    def __init__(self, every: int | None) -> None:
+    def __init__(self, every: int | None, device: torch.device) -> None:
         self._every = every
+        self.tokens = torch.zeros(1, dtype=torch.int64, device=device)  # rounds add to it
+        self._here = pinned_zeros((1,), torch.int64, device)
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+        self.restart()
+
+    def restart(self) -> None:
+        self.tokens.zero_()
+        self._coming: tuple[int, int] | None = None  # rounds and rows whose tokens are on their way
         self._rounds = self._rows = self._tokens = 0
 
-    def add(self, num_rows: int, num_tokens: int) -> None:
-        self._rounds, self._rows, self._tokens = self._rounds + 1, self._rows + num_rows, self._tokens + num_tokens
-        if self._every is not None and self._rounds >= self._every:
-            each = (self._rounds, self._rows / self._rounds, self._tokens / self._rows)
+    def add(self, num_rows: int) -> None:
+        if self._every is None:
+            return
+        if self._coming is not None and (self._arrived is None or self._arrived.query()):
+            (rounds, rows), tokens = self._coming, int(self._here)
+            each = (rounds, rows / rounds, (tokens - self._tokens) / rows)
             _log.info("Graft: %d rounds with trees of %.1f requests, %.2f tokens of each", *each)
-            self._rounds = self._rows = self._tokens = 0
+            self._tokens, self._coming = tokens, None
+        self._rounds, self._rows = self._rounds + 1, self._rows + num_rows
+        if self._rounds >= self._every and self._coming is None:
+            self._here.copy_(self.tokens, non_blocking=True)
+            if self._arrived is not None:
+                self._arrived.record()
+            self._coming, self._rounds, self._rows = (self._rounds, self._rows), 0, 0
 
 
 def _settings_layout(num_requests: int) -> dict[str, Any]:
@@ -473,7 +563,3 @@ def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def _new_event(device: torch.device) -> Any:
-    return torch.cuda.Event() if device.type == "cuda" else None

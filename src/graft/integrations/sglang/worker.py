@@ -84,7 +84,9 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         """The verify's input, made by SGLang's own code, in which `build` makes the tree."""
         self.has_tree = False
         if not batch.forward_mode.is_idle():
-            self._load(batch, batch.spec_info.bonus_tokens)
+            is_loaded = self._load(batch, batch.spec_info.bonus_tokens)
+            # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
+            self.has_tree, self.is_sound = self._has_trees(len(batch.reqs)), self._fits_graphs and is_loaded
         with set_to(drafting, Drafting(self)):
             verify_input = super().draft(batch, *args, **kwargs)
         # Limits the walk down the tree. Grafted chains can be longer than drafted ones.
@@ -92,18 +94,20 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         verify_input.graft_worker = self
         return verify_input
 
-    def _load(self, batch: Any, roots: Tensor) -> None:
-        """Prepare the rows of a batch. If that fails, the round has SGLang's own trees."""
-        num_places = self.speculative_num_draft_tokens
+    def _load(self, batch: Any, roots: Tensor) -> bool:
+        """Prepare the rows of a batch, and return whether that worked."""
         with Attempt("prepare a round") as attempt:
             self.trees.see(batch.reqs)
-            self.trees.load(Rows(batch.req_pool_indices, batch.seq_lens, roots), num_places)
-        num_rows = self._padded(len(batch.reqs))
-        fits = self._has_room(num_rows, num_places)
-        if num_places > 1 and not self.trees.fits(num_rows, num_places):
+            rows = Rows(batch.req_pool_indices, batch.seq_lens, roots)
+            self.trees.load(rows, self.speculative_num_draft_tokens)
+        return not attempt.failed
+
+    def _has_trees(self, num_requests: int) -> bool:
+        """Whether a round of so many requests has our trees."""
+        num_rows, num_places = self._padded(num_requests), self.speculative_num_draft_tokens
+        if not self.trees.fits(num_rows, num_places):
             say_once(f"batches of more than {MAX_TREE_TOKENS} places have SGLang's own trees")
-        # Ranks must agree, whatever fails in one of them: rank 0 then sends trees of roots alone.
-        self.has_tree, self.is_sound = fits, self._fits_graphs and not attempt.failed
+        return self._has_room(num_rows, num_places)
 
     def _has_room(self, num_rows: int, num_places: int) -> bool:
         """Whether a batch of `num_rows`, with padding, has our trees. The graph and the round must agree on it."""
@@ -117,6 +121,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         return min((size for size in captured if size >= num_rows), default=num_rows)
 
     def _capture_cuda_graphs(self) -> None:
+        """Capture the draft graphs, for those batches alone that have trees of this size."""
+        graphs = release.current().decode_graphs(self.server_args)
+        captured, most = graphs.bs, self._most_rows.get(self.speculative_num_draft_tokens)
+        if captured and most is not None:
+            graphs.bs = [rows for rows in captured if rows <= most] or captured
         self._is_capturing = True
         try:
             super()._capture_cuda_graphs()
@@ -124,7 +133,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             say_once("SGLang's draft graphs cannot be captured with its kernels in them: unset GRAFT_SGLANG")
             raise
         finally:
-            self._is_capturing = False
+            self._is_capturing, graphs.bs = False, captured
 
     @contextmanager
     def _inside_graphs(self) -> Iterator[None]:
@@ -180,24 +189,35 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             return None
         if not is_alone:
             if not self.is_sound:
-                self.trees.leave_roots(roots, num_places)
+                self.trees.leave_roots(roots, lengths, num_places)
             self._group.broadcast(self.trees.step, src=0)
         if mask is not None:  # SGLang does not count tokens then
             most_tokens = len(lengths) * self.target_worker.model_runner.attn_backend.max_context_len
         with Attempt("build trees") as attempt:
-            return self.trees.arrays(lengths, num_places, mask, most_tokens, has_texts, fills)
+            return self.trees.arrays(len(lengths), num_places, mask, most_tokens, has_texts, fills)
         assert attempt.failed
         if not is_alone:
             raise GraftError("a rank cannot build the trees that the others verify")
         self.has_tree = False
         return None
 
-    def warm_up(self, all_rows: Sequence[int], num_places: int) -> None:
-        """Compile what runs outside of SGLang's graphs, for batches of these sizes."""
-        with Attempt("compile its kernels beforehand"):
-            for num_rows in all_rows:
-                if self.trees.fits(num_rows, num_places):
-                    self.trees.warm_up(num_rows, num_places)
+    def warm_up(self, all_rows: Sequence[int], num_places: int, backend: Any) -> None:
+        """Compile and capture what runs outside of SGLang's graphs, for batches of these sizes.
+
+        backend: the target's, for verifies of so many places.
+        """
+        outputs = getattr(self.target_worker.model_runner, "graph_shared_output", None)
+        for num_rows in all_rows:
+            if not self.trees.fits(num_rows, num_places):
+                continue
+            with Attempt("compile its kernels beforehand"):
+                size, logits = num_rows * num_places, None
+                if outputs is not None and size <= outputs.max_rows:
+                    logits = outputs.get_logits_buffer(self.target_worker.model_config.vocab_size, rows=size)
+                mask = release.current().verify_mask(backend, num_rows)
+                if mask is not None and len(mask) < size * (backend.max_context_len + num_places):
+                    mask = None
+                self.trees.warm_up(num_rows, num_places, logits, mask)
         self.trees.reset()
 
     # Reading
@@ -257,10 +277,13 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         limits = (info.temperatures.flatten(), info.top_ks, info.top_ps, info.min_ps)
         return draw_in_torch(logits, best, positions, [self.trees.seed_of(each) for each in batch.reqs], limits)
 
-    def learn(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
-        """chosen: [B, D]. successors, logits: [B * D, k] the target's likeliest tokens after every place."""
+    def rank_successors(self, logits: Tensor) -> None:
+        self.trees.rank_successors(logits, self.speculative_num_draft_tokens)
+
+    def learn(self, chosen: Tensor) -> None:
+        """chosen: [B, D] the target's tokens after every place."""
         num_rows, num_places = chosen.shape
-        self.trees.finish(num_rows, num_places, chosen.flatten(), successors, logits)
+        self.trees.finish(num_rows, num_places, chosen.flatten())
 
 
 class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
@@ -302,7 +325,8 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         for size in self._sizes:  # above: the largest batch of the size before
             if size[1:] not in self._states:
                 self._states[size[1:]] = self._make_state(size, above)
-            draft.warm_up(captured_sizes(captured, above, size.max_requests), size.places)
+            backend = self._states[size[1:]].target_attn_backend
+            draft.warm_up(captured_sizes(captured, above, size.max_requests), size.places, backend)
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
