@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.device_learning import DeviceLearning
-from graft.engine.device_rows import Choice, ReadChunk, needs_host
+from graft.engine.device_rows import Choice, ReadChunk, draws_of, needs_host
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
 from graft.engine.staging import Staging
@@ -38,7 +38,7 @@ from graft.model.captures import (
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NUM_KINDS, RowDraws, draft_temperature, share_powers
+from graft.model.noise import NUM_KINDS, RowDraws, share_powers
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -232,7 +232,7 @@ class DeviceRounds:
         target, rows = self._target, batch.cache.rows
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         padded_rows = padded(num_rows, ROWS)
-        draws = self._draws_of(batch.sequences)
+        draws = draws_of(batch.sequences, self.policy.knows_draws)
         kinds = [own.kind for own in draws]
         plan = self._plan(batch, kinds, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
@@ -413,13 +413,6 @@ class DeviceRounds:
             inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
         round.numbers.copy_(here, non_blocking=True)
         loaded.record()
-
-    def _draws_of(self, sequences: Sequence[TokenSequence]) -> list[RowDraws]:
-        """By row, what trees know of its coming draws. Positions are left at 0, since the device knows them."""
-        if not self.policy.knows_draws:
-            return [RowDraws(0, 0, 0.0)] * len(sequences)
-        settings = [sequence.settings for sequence in sequences]
-        return [RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.min_p)) for s in settings]
 
     # Inside graphs
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from graft.model import VerifyOutput
+from graft.model.noise import RowDraws, draft_temperature
 from graft.model.sampler import SamplingSettings, truncates
 from graft.request.sequence import Sequence
 
@@ -16,6 +18,15 @@ def needs_host(sequence: Sequence) -> bool:
     penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
     is_watched = s.logprobs is not None or sequence.is_recorded
     return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
+
+
+def draws_of(sequences: Iterable[Sequence], are_known: bool) -> list[RowDraws]:
+    """By row, what trees know of its coming draws. Positions are left at 0, since the device knows them."""
+    all_settings = (sequence.settings for sequence in sequences)
+    return [
+        RowDraws(s.seed or 0, 0, draft_temperature(s.temperature, s.min_p)) if are_known else RowDraws(0, 0, 0.0)
+        for s in all_settings
+    ]
 
 
 class Choice(IntEnum):
