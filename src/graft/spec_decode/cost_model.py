@@ -187,7 +187,7 @@ class StepCost:
         What was observed of guesses says nothing about sizes that were known before.
         """
         known = self._corrections
-        if place not in known and place not in self._guesses:
+        if self._guesses and place not in known and place not in self._guesses:
             known = {other: correction for other, correction in known.items() if other not in self._guesses}
         if place in known or not known:
             return known.get(place, 0.0)
