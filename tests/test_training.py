@@ -1,6 +1,7 @@
 """Training a head: the unroll does what drafting does, the loss falls, and an interrupted run resumes."""
 
 import json
+import math
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from graft.train.eagle3 import (
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
 from graft.train.packing import PackedBatch
-from graft.train.recipe import Eagle3Recipe, Outcome, TimeIsUp, train_head
+from graft.train.recipe import Eagle3Recipe, Outcome, Run, TimeIsUp, train_head
 from graft.train.trainer import optimize, split_by_prompt
 from heads import make_head, plain_draft
 from tiny import VOCAB, tiny_model, tiny_multimodal
@@ -233,6 +234,15 @@ def test_training_a_head_leaves_the_model_as_it_was(answers, tmp_path):
     train(make_head(model), model.eval(), answers, replace(SETTINGS, steps=2), tmp_path / "evaluation")
     logs = [(tmp_path / mode / "log.jsonl").read_text() for mode in ("training", "evaluation")]
     assert logs[0] == logs[1], "the head learned from the model without its dropout"
+
+
+@pytest.mark.parametrize(("is_normed", "layers"), [(True, (2, 3, 5, 7, 8)), (False, (2, 5, 7))])
+def test_a_plain_eagle3_head_reads_the_three_layers_that_every_engine_reads(answers, tmp_path, is_normed, layers):
+    model = tiny_model(num_hidden_layers=10)
+    run = Run(Engine(model, policy="off"), answers, tmp_path, report=lambda report: None, deadline=math.inf)
+    objective, _ = Eagle3Recipe(SETTINGS, is_normed=is_normed).prepare(run)
+    config = objective.head.config
+    assert (config.target_layers, config.fc_norm, config.norm_output) == (layers, is_normed, is_normed)
 
 
 @pytest.mark.parametrize("size", [40, 30])

@@ -51,7 +51,7 @@ EAGLE3: Group = {
     "draft_vocab_size": _eagle3(int, "Tokens that the head can draft.", "98 % of the answers' tokens"),
     "is_normed": _eagle3(
         bool,
-        "Norm the target's features and the head's output, as in EAGLE-3.1, or neither, for engines that cannot.",
+        "EAGLE-3.1: read five layers, norm their features and the head's output. Or EAGLE-3, for older engines.",
         "normed",
         flag="--normed/--plain",
     ),

@@ -93,7 +93,7 @@ class Eagle3Recipe:
     describe = staticmethod(card.eagle3_text)
     settings: Eagle3Settings
     draft_vocab_size: int | None = None  # None: enough for almost all tokens of the answers
-    is_normed: bool = True  # norms of features and output, as in EAGLE-3.1: accuracy then hardly falls with depth
+    is_normed: bool = True  # as in EAGLE-3.1: norms of features and output, so that accuracy hardly falls with depth
     start_from: Path | None = None  # a head to train further, instead of a new one
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
@@ -110,7 +110,7 @@ class Eagle3Recipe:
         require(size is None or 1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
         changes: dict[str, Any] = {"fc_norm": self.is_normed, "norm_output": self.is_normed}
         num_layers = model.config.get_text_config().num_hidden_layers
-        if num_layers >= 2 * _NUM_TAPS:  # smaller targets keep EAGLE-3's three layers
+        if self.is_normed and num_layers >= 2 * _NUM_TAPS:  # smaller targets keep EAGLE-3's three layers
             changes["target_layers"] = block.default_target_layers(num_layers, _NUM_TAPS)
         return new_eagle3_head(model, draft_vocabulary(counts, size), **changes)
 
