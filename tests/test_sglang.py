@@ -631,6 +631,23 @@ def test_rounds_replay_graphs_that_were_captured_beforehand(sglang, monkeypatch,
     assert not caplog.records
 
 
+def test_rounds_without_trees_draw_in_graphs_too(sglang, monkeypatch, caplog):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:1")
+    replayed, draw = [], Trees.draw
+
+    def noted(self, logits, best, *args):
+        chosen = draw(self, logits, best, *args)
+        replayed.append((len(best) < 6, chosen.data_ptr() == self._chosen.data_ptr()))
+        return chosen
+
+    monkeypatch.setattr(Trees, "draw", noted)
+    requests = requests_of(sglang)
+    decode(sglang, requests, rounds_each_joins=1, mask_buffer="backend", max_running_requests=8)
+    check_texts(requests)
+    assert (True, True) in replayed and all(is_captured for _, is_captured in replayed)
+    assert not caplog.records
+
+
 def test_what_cannot_be_captured_runs_without_graphs_and_is_logged_once(sglang, monkeypatch, caplog):
     def fails(self, run):
         raise CaptureError("planted")

@@ -114,7 +114,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def _has_room(self, num_rows: int, num_places: int) -> bool:
         """Whether a batch of `num_rows`, with padding, has our trees. The graph and the round must agree on it."""
-        return self.trees.fits(num_rows, num_places) and num_rows <= self._most_rows.get(num_places, num_rows)
+        fits = num_places > 1 and self.trees.fits(num_rows, num_places)
+        return fits and num_rows <= self._most_rows.get(num_places, num_rows)
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in. If ranks pad to each other's batches, it is the largest graph."""
