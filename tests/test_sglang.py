@@ -379,7 +379,7 @@ def test_trees_shrink_with_the_number_of_requests_and_end_when_the_head_has_read
     monkeypatch.setattr(sglang, "batch_of", noted)
     flags = {"max_running_requests": 8, "speculative_num_steps": 3}
     worker, inputs = decode(sglang, requests, is_overlapped=is_overlapped, **flags)
-    assert worker.built == [(4, 2, [2]), (1, 1, [4, 8])]
+    assert worker.built == [(4, 2, [2]), (1, 1, [1, 2, 4, 8])]
     sizes = [each.draft_token_num for each in inputs]
     assert {1, 4, 6} == set(sizes) and sizes[0] == 6 and sizes[-1] == 1
     for each, num_places, is_read in zip(inputs, sizes, are_read, strict=True):

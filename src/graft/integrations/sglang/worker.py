@@ -332,10 +332,12 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         )
         above, captured = 0, release.current().decode_graphs(self.server_args).bs or [1]
         for size in self._sizes:  # above: the largest batch of the size before
+            all_rows = captured_sizes(captured, above, size.max_requests)
+            if size.places == 1:  # also for small batches, which have no trees if the head has not read their texts
+                all_rows = [rows for rows in captured if rows & (rows - 1) == 0 and rows < min(all_rows)] + all_rows
             if size[1:] not in self._states:
-                self._states[size[1:]] = self._make_state(size, above)
-            backend = self._states[size[1:]].target_attn_backend
-            draft.warm_up(captured_sizes(captured, above, size.max_requests), size.places, backend)
+                self._states[size[1:]] = self._make_state(size, all_rows)
+            draft.warm_up(all_rows, size.places, self._states[size[1:]].target_attn_backend)
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -436,13 +438,13 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def _size_for(self, num_requests: int) -> TreeSize:
         return next(each for each in self._sizes if each.max_requests is None or num_requests <= each.max_requests)
 
-    def _make_state(self, size: TreeSize, above: int) -> Any:
-        """Backends and graphs for batches above `above` requests, up to the size's `max_requests`."""
+    def _make_state(self, size: TreeSize, all_rows: list[int]) -> Any:
+        """Backends, and graphs for batches of these sizes."""
         graphs = release.current().decode_graphs(self.server_args)
         captured = graphs.bs
         with self._draft_context():
             if captured:
-                graphs.bs = captured_sizes(captured, above, size.max_requests)
+                graphs.bs = all_rows
             try:
                 return self.build_adaptive_runtime_state(size.steps, size.places, cuda_graph_bs=graphs.bs)
             finally:
