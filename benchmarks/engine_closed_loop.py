@@ -3,10 +3,10 @@
     python benchmarks/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \\
         --warmup DIR/warmup.json --method eagle3 --steps 3 --topk 1 --places 4
 
-`benchmarks/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Each concurrency has its own
-64 prompts (48 for one request at a time), since Graft remembers answers that it has given. All methods are asked the
-same prompts. For methods that learn nothing, `--turns N` asks the first `--limit` prompts N times at every concurrency,
-as `batched_serving.py` does, and the medians count. `--method graft` needs GRAFT_SGLANG=1, as the plugin always does.
+`benchmarks/widened_model.py --limit 40 --warmup FILE` writes DIR. Prompts are token ids. Each concurrency has its own
+64 prompts (48 for one request at a time, 128 for 64), since Graft remembers answers that it has given. All methods are
+asked the same prompts. For methods that learn nothing, `--turns N` asks the first `--limit` prompts N times at every
+concurrency, as `batched_serving.py` does, and the medians count. `--method graft` needs GRAFT_SGLANG=1.
 
 One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
 `--out`. `--sampled` asks all prompts again at temperature 1 with top-p 0.95, with an empty cache and nothing learned.
@@ -14,8 +14,13 @@ One process measures one setting. `--compare` counts the texts that differ from 
 started, and waits for FILE.go.
 
 `--faults N` asks 1,000 requests, of which some are aborted and some retracted, for lack of memory (`--kv-tokens`), and
-lets one of every N calls of the plugin's trees fail; 0 is the same without faults. Compare the two texts.
+lets one of every N calls of the plugin's trees fail; 0 is the same without faults. SGLang's kernels have no fp32, and
+in bf16 texts differ by chance: compare a run with faults, and a second one without, with a first one without.
 `--pause LENGTH` says how long 16 running requests stand still when a prompt of so many tokens arrives.
+
+`--trace SIZES` asks some warm-up prompts once more at these concurrencies, when all else has been measured, under
+SGLang's profiler. It prints what part of the time the GPU works, and which kernels take it. The prompts start together,
+so their prefills lie in the first quarter of the steps: the second and the third quarter count.
 
 `--chi-square` tests whether tokens that SGLang samples with Graft's plugin are distributed as the target says. It takes
 a prompt whose first answer token is almost certain and whose second is not, and draws two tokens 8,000 times. The
@@ -25,9 +30,11 @@ that SGLang returns for that verify, since a prefill's differ in bf16.
 
 import argparse
 import asyncio
+import gzip
 import json
 import math
 import os
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -46,6 +53,7 @@ NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each t
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 FAULTS = "ENGINE_CLOSED_LOOP_FAULTS"  # tells SGLang's processes, which import this file, that calls are to fail
 NUM_DISTURBED = 1000
+STEP_KERNELS = ("VerifyTreeGreedy", "TreeSpeculativeSampling", "get_num_kv_splits")  # one of them runs once a step
 NUM_STREAMS, MOST_PAUSED = 16, 24  # running requests, and the next size with graphs
 
 
@@ -69,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--seed", type=int, help="each request draws with this seed plus its number")
     parser.add_argument("--stop-id", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=64, help="prompts for each concurrency")
+    parser.add_argument("--limit", type=int, default=64, help="prompts for each concurrency below 64")
     parser.add_argument("--turns", type=int, help="ask the same prompts at every concurrency, this many times")
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
     parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
@@ -82,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--log-level", default="error", help="SGLang's")
     parser.add_argument("--faults", type=int, help="SGLang: one of so many calls fails; 0: none")
     parser.add_argument("--pause", type=int, metavar="LENGTH", help="SGLang: the longest pause at such a prompt")
+    parser.add_argument("--trace", metavar="SIZES", help="SGLang: which kernels take the time at these concurrencies")
     parser.add_argument("--chi-square", action="store_true", help="SGLang: test the distribution of sampled tokens")
     parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs wrote with --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
@@ -92,6 +101,8 @@ def parse() -> argparse.Namespace:
         parser.error("--method graft needs GRAFT_SGLANG=1, and the other methods must not have it")
     if options.chi_square and options.engine != "sglang":
         parser.error("--chi-square needs log-probabilities that only SGLang returns")
+    if options.trace and options.engine != "sglang":
+        parser.error("--trace needs SGLang's profiler")
     if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
         parser.error("--turns must be at least 1, and cannot be used with --method graft or --prefix-cache")
     return options
@@ -180,6 +191,19 @@ class SGLang:
         """Empty the prefix cache, and forget what was learned."""
         while not (await self._engine.tokenizer_manager.flush_cache()).success:  # a batch is still under way
             await asyncio.sleep(0.1)
+
+    async def trace(self, work: Coroutine[Any, Any, Any]) -> list[dict[str, Any]]:
+        """What the GPU did during some work: the events of a Chrome trace."""
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        with tempfile.TemporaryDirectory() as folder:
+            settings = dict(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+            await self._engine.tokenizer_manager.start_profile(ProfileReq(**settings))
+            await work
+            await self._engine.tokenizer_manager.stop_profile()  # it returns when the file has been written
+            (path,) = Path(folder).glob("*TP-0.trace.json.gz")
+            with gzip.open(path) as file:
+                return list(json.load(file)["traceEvents"])
 
     def counters(self) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
@@ -282,7 +306,8 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     all_sizes = numbers(options.concurrency)
     if len(lessons) < max(sizes):
         raise SystemExit(f"--warmup must have at least {max(sizes)} prompts, not {len(lessons)}")
-    needed = options.limit * (len(all_sizes) if options.turns is None else 1)
+    counts = [max(options.limit, 2 * size) if size >= 64 else options.limit for size in all_sizes]
+    needed = sum(counts) if options.turns is None else options.limit
     if len(prompts) < needed:
         raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {needed} are needed")
     results: list[dict[str, Any]] = []
@@ -304,9 +329,9 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
             await measure_size(size)
 
     async def measure_size(size: int) -> None:
-        first = all_sizes.index(size) * options.limit
-        alone = 3 * options.limit // 4 if options.alone is None else options.alone
-        asked = prompts[first : first + (options.limit if size > 1 else alone)]
+        number = all_sizes.index(size)
+        first, alone = sum(counts[:number]), 3 * options.limit // 4 if options.alone is None else options.alone
+        asked = prompts[first : first + (counts[number] if size > 1 else alone)]
         if options.turns is not None:
             asked = prompts[: options.limit]
         await turn(lessons[:size], size)
@@ -337,11 +362,48 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}, default=str))
 
     await measure_sizes()
+    distributions = [(options.temperature, options.top_p)]
     if options.sampled:
         assert isinstance(engine, SGLang)
         await engine.forget()
-        options.temperature, options.top_p = 1.0, 0.95
+        distributions.append((1.0, 0.95))
+        options.temperature, options.top_p = distributions[-1]
         await measure_sizes()
+    # Last, since the profiler may slow down what follows it.
+    for options.temperature, options.top_p in distributions:
+        for size in sorted(set(numbers(options.trace or "")) & set(sizes)):
+            assert isinstance(engine, SGLang)
+            about, *lines = time_of_kernels(await engine.trace(turn(lessons[:size], size)))
+            line = f"{engine.name}, temperature {options.temperature:g}, trace of {size} requests: {about}"
+            print("\n".join([line, *lines]), flush=True)
+
+
+def time_of_kernels(events: list[dict[str, Any]], most: int = 25) -> list[str]:
+    """Lines about the second and the third quarter of a trace's steps: how busy the GPU is, and its longest kernels."""
+    done = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    marks = [[begin for begin, _, name in done if mark in name] for mark in STEP_KERNELS]
+    starts = next((found for found in marks if len(found) >= 4), None)
+    if starts is None:
+        return [f"the trace of {len(done)} kernels has fewer than 4 steps"]
+    first, last = len(starts) // 4, 3 * len(starts) // 4
+    begun, ended, steps = starts[first], starts[last], last - first
+    done = [(begin, end, name) for begin, end, name in done if begun <= begin < ended]
+    busy, until = 0.0, begun
+    for begin, end, _ in done:
+        busy += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+    times, counts = Counter[str](), Counter(name for *_, name in done)
+    for begin, end, name in done:
+        times[name] += end - begin
+    step = f"{(ended - begun) / steps / 1e3:.2f} ms a step, {len(done) / steps:.0f} kernels a step"
+    lines = [f"{steps} of {len(starts)} steps: {step}, the GPU works {busy / (ended - begun):.1%} of the time"]
+    for name, spent in times.most_common(most):
+        lines.append(f"  {spent / steps:8.1f} us a step, {counts[name] / steps:6.1f} times: {name[:120]}")
+    return lines
 
 
 def pass_gate(path: Path) -> None:
@@ -504,7 +566,7 @@ def probabilities(answer: Any, position: int) -> dict[int, float]:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 def main() -> None:

@@ -233,6 +233,8 @@ class EagleDraftWorker:
 
     def _draft_extend_for_decode(self, batch, batch_result):
         made = batch_result.next_draft_input
+        for request, was_read in zip(batch.reqs, batch.read_before, strict=True):
+            request.is_read_by_head = was_read
         made.topk_p, made.topk_index = self._first_level(batch)
 
     def _first_level(self, batch):
@@ -335,9 +337,10 @@ class EAGLEWorkerV2:
         for row, (request, length) in enumerate(zip(batch.reqs, lengths.tolist(), strict=True)):
             request.ids.extend(predict.view(num_rows, num_places)[row, :length].tolist())
         output.new_seq_lens, output.next_draft_input = batch.seq_lens + lengths, EagleDraftInput(None, 1, 1)
+        batch.read_before = [request.is_read_by_head for request in batch.reqs]
+        for request in batch.reqs:
+            request.is_read_by_head = False  # until the head has read this round's tokens
         if self.speculative_num_steps == 0 and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
-            for request in batch.reqs:
-                request.is_read_by_head = False
             self._stub_skipped_draft_extend(batch, output)
         else:
             self.draft_worker._draft_extend_for_decode(batch, output)

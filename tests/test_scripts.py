@@ -1,11 +1,13 @@
 """The scripts in benchmarks/ keep up with the package: what they import from it is there, and their help teaches."""
 
 import ast
+import asyncio
 import importlib
 import json
 import re
 import runpy
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,3 +96,53 @@ def test_head_acceptance_prints_every_policy_and_that_no_text_differs(
         assert 1 + sum(task["reached_depth"]) == pytest.approx(task["mean_accepted"])
         assert task["passes"] <= (1 if kind == "block" else 9)
         assert task["modelled"] == pytest.approx(task["mean_accepted"] / (1 + 0.03 * task["passes"]))
+
+
+def test_every_concurrency_asks_prompts_of_its_own_and_64_asks_two_for_each_request(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    measure = runpy.run_path(str(SCRIPTS / "engine_closed_loop.py"))["measure"]
+    asked = []
+
+    class Engine:
+        name = "off"
+
+        async def ask(self, prompt, number):
+            asked.append(prompt[0])
+            return [1, 2], 1
+
+        def counters(self):
+            return 0.0, 0.0, 0.0
+
+    ids, warmup = tmp_path / "ids.json", tmp_path / "warmup.json"
+    warmup.write_text(json.dumps([[-1]] * 64))
+    options = Namespace(ids=ids, warmup=warmup, concurrency="1,4,16,64", limit=64, alone=16, turns=None, compare=[])
+    vars(options).update(engine="sglang", temperature=0.0, top_p=1.0, sampled=False, trace=None, out=None)
+    ids.write_text(json.dumps([[number] for number in range(320)]))
+    asyncio.run(measure(options, Engine(), [1, 64, 16], 0.0))
+    assert [number for number in asked if number >= 0] == [*range(16), *range(192, 320), *range(128, 192)]
+    ids.write_text(json.dumps([[number] for number in range(319)]))
+    with pytest.raises(SystemExit, match="has 319 prompts, and 320 are needed"):
+        asyncio.run(measure(options, Engine(), [1], 0.0))
+
+
+def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the_middle_steps(monkeypatch):
+    """Steps of 100 us: two overlapping kernels that together take 60, a copy of 10, and what marks the step, of 5."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    time_of_kernels = runpy.run_path(str(SCRIPTS / "engine_closed_loop.py"))["time_of_kernels"]
+    parts = [("kernel", "VerifyTreeGreedy<int>", 0, 5), ("kernel", "gemm", 10, 40), ("kernel", "gemm", 30, 40)]
+    parts += [("gpu_memcpy", "Memcpy DtoH", 80, 10), ("cuda_runtime", "cudaGraphLaunch", 0, 90)]
+    steps = [
+        {"cat": cat, "name": name, "ts": 1000 + 100 * step + begin, "dur": length}
+        for step in range(8)
+        for cat, name, begin, length in parts
+    ]
+    prefill = {"cat": "kernel", "name": "prefill", "ts": 0, "dur": 900}
+    about, *lines = time_of_kernels([*reversed(steps), prefill, {"name": "a thread", "ph": "M"}])
+    assert about == "4 of 8 steps: 0.10 ms a step, 4 kernels a step, the GPU works 75.0% of the time"
+    words = [line.split() for line in lines]
+    assert [(line[0], line[4], line[6]) for line in words] == [
+        ("80.0", "2.0", "gemm"),
+        ("10.0", "1.0", "Memcpy"),
+        ("5.0", "1.0", "VerifyTreeGreedy<int>"),
+    ]
+    assert time_of_kernels([prefill]) == ["the trace of 1 kernels has fewer than 4 steps"]

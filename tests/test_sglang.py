@@ -24,7 +24,7 @@ from graft.model.captures import CaptureError
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.tree.device.round import DeviceRound
 from quick_round import QuickRound
-from sglang_rounds import PROMPT, VOCAB, check_texts, decode, requests_of, run, use_quick_parts
+from sglang_rounds import PROMPT, VOCAB, check_texts, decode, plain, requests_of, run, use_quick_parts
 
 SERVER = Server(
     num_slots=5, context=200, num_kv_slots=1000, vocab_size=VOCAB, topk=3, num_steps=2, most_rows=4, random_seed=0,
@@ -363,20 +363,54 @@ def test_graphs_for_more_requests_than_have_such_trees_build_none(sglang, monkey
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypatch, is_overlapped):
+def test_trees_shrink_with_the_number_of_requests_and_end_when_the_head_has_read_none(
+    sglang, monkeypatch, is_overlapped
+):
     monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:4,3:1")
     requests = requests_of(sglang)
     requests[-1].sampling_params.length = 40
+    are_read, batch_of = [], sglang.batch_of
+
+    def noted(batch, *args, prefix_lens=None):
+        if prefix_lens is None:
+            are_read.append(any(each.is_read_by_head for each in batch))
+        return batch_of(batch, *args, prefix_lens=prefix_lens)
+
+    monkeypatch.setattr(sglang, "batch_of", noted)
     flags = {"max_running_requests": 8, "speculative_num_steps": 3}
     worker, inputs = decode(sglang, requests, is_overlapped=is_overlapped, **flags)
-    assert worker.built == [(4, 2, [2]), (1, 1, [4, 8])]
+    assert worker.built == [(4, 2, [2]), (1, 1, [1, 2, 4, 8])]
     sizes = [each.draft_token_num for each in inputs]
-    assert {1, 4, 6} == set(sizes) and sizes[0] == 6 and sizes[-1] == 6, "few at the beginning and at the end"
-    for each, num_places in zip(inputs, sizes, strict=True):
-        assert num_places == {1: 6, 2: 4}.get(len(each.draft_token) // num_places, 1)
+    assert {1, 4, 6} == set(sizes) and sizes[0] == 6 and sizes[-1] == 1
+    for each, num_places, is_read in zip(inputs, sizes, are_read, strict=True):
+        assert num_places == ({1: 6, 2: 4}.get(len(each.draft_token) // num_places, 1) if is_read else 1)
     check_texts(requests)
     used = worker.draft_worker.draft_runner, worker.target_worker.model_runner
-    assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
+    assert used[0].attn_backend == "1" == used[1].attn_backend
+    late = request(1, PROMPT)
+    run(worker, sglang.batch_of([late], prefix_lens=[0]))
+    run(worker, sglang.batch_of([late]))
+    assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first", "trees come back"
+
+
+def test_among_many_texts_that_the_head_has_not_read_it_goes_on_reading_few_until_trees_come_back(sglang, monkeypatch):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "4:4,5:1")
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(max_running_requests=8), sglang.target_worker())
+    worker.init_cuda_graphs()
+    old, new = [request(slot, PROMPT) for slot in range(1, 6)], request(6, PROMPT)
+
+    def places_of(*requests):
+        return run(worker, sglang.batch_of(list(requests))).verify_input.draft_token_num
+
+    run(worker, sglang.batch_of(old, prefix_lens=[0] * 5))
+    assert places_of(*old) == 1, "too many requests"
+    assert places_of(*old[:3]) == 1, "the head has read none of them"
+    run(worker, sglang.batch_of([new], prefix_lens=[0]))
+    assert places_of(*old[:3], new) == 1, "the head has read a quarter of them"
+    assert new.is_read_by_head and new.drafts[0].any() and not old[0].is_read_by_head
+    assert places_of(*old[:2], new) == 4
+    for each in (*old, new):
+        assert each.ids == plain(each)[: len(each.ids)]
 
 
 class Ranks:
@@ -469,10 +503,11 @@ def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglan
         Trees, "see", lambda self, requests: (now.__setitem__(slice(None), requests), see(self, requests))
     )
     monkeypatch.setattr(kernels, "split_levels", recorded)
-    requests = [sglang.Request(name, PROMPT[: 8 - number], length=40) for number, name in enumerate("abc")]
-    requests[2].sampling_params.length = 10
-    decode(sglang, requests, max_running_requests=8)
-    assert drafted["a"] == {(True, True), (False, False)}, "before and after three ran together"
+    requests = [sglang.Request(name, [*PROMPT, number], length=40) for number, name in enumerate("abcd")]
+    requests[1].sampling_params.length, requests[2].sampling_params.length = 12, 3
+    decode(sglang, requests, rounds_each_joins=3, max_running_requests=8)
+    assert drafted["a"] == {(True, True), (False, False)}, "before three ran together, and beside a later one"
+    assert drafted["d"] == {(True, True)}
     check_texts(requests)
 
 
@@ -593,6 +628,23 @@ def test_rounds_replay_graphs_that_were_captured_beforehand(sglang, monkeypatch,
     num_ranked = len(inputs) + len(requests)  # of rounds and prompts
     expected = {name: len(inputs) for name in ("_place", "_rank_successors", "_finish")}
     assert replayed == expected | {"_draw": num_drawn, "_rank_first_level": num_ranked}
+    assert not caplog.records
+
+
+def test_rounds_without_trees_draw_in_graphs_too(sglang, monkeypatch, caplog):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:6,2:1")
+    replayed, draw = [], Trees.draw
+
+    def noted(self, logits, best, *args):
+        chosen = draw(self, logits, best, *args)
+        replayed.append((len(best) < 6, chosen.data_ptr() == self._chosen.data_ptr()))
+        return chosen
+
+    monkeypatch.setattr(Trees, "draw", noted)
+    requests = requests_of(sglang)
+    decode(sglang, requests, rounds_each_joins=1, mask_buffer="backend", max_running_requests=8)
+    check_texts(requests)
+    assert (True, True) in replayed and all(is_captured for _, is_captured in replayed)
     assert not caplog.records
 
 

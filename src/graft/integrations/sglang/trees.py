@@ -155,7 +155,7 @@ class Trees:
         self._staging = Staging(device)
         self._joined = itertools.count(1)
         self._captures = Captures(device)
-        self._graph_rows: dict[int, list[int]] = {}  # by places, the batch sizes with graphs
+        self._graph_rows: dict[int, list[int]] = {}  # by places, the batch sizes with graphs; 0: of the head's ranking
         # What graphs read and write. SGLang's verify reads the numbers and the chosen tokens before the next round.
         most, rows, long = MAX_TREE_TOKENS, server.most_rows, torch.int64
         num_successors = min(NUM_SUCCESSORS, server.vocab_size)
@@ -295,7 +295,8 @@ class Trees:
     # A round
 
     def fits(self, num_rows: int, num_places: int) -> bool:
-        return num_rows <= self._server.most_rows and num_places > 1 and num_rows * num_places <= MAX_TREE_TOKENS
+        """Whether so many rows can have such trees; of one place: whether their draws can be captured."""
+        return num_rows <= self._server.most_rows and num_rows * num_places <= MAX_TREE_TOKENS
 
     def load(self, rows: Rows, num_places: int) -> None:
         """Prepare a round of these rows. Their requests have been seen."""
@@ -349,12 +350,14 @@ class Trees:
         for roots in (rows, rows.int()):  # a prefill and a verify give different types
             self.load(Rows(rows, rows, roots), num_places)
         self.leave_roots(rows, rows, num_places)
-        work: dict[tuple[Any, ...], Run] = {
-            ("rank", num_rows): partial(self._rank_first_level, num_rows),
-            ("finish", *shape): partial(self._finish, *shape),
-            ("place", *shape, mask.data_ptr()): partial(self._place, *shape, mask, True),
-            ("successors", *shape, logits.data_ptr()): partial(self._rank_successors, logits),
-        }
+        work: dict[tuple[Any, ...], Run] = {}
+        if num_places > 1:  # rounds without trees need draws alone
+            work = {
+                ("rank", num_rows): partial(self._rank_first_level, num_rows),
+                ("finish", *shape): partial(self._finish, *shape),
+                ("place", *shape, mask.data_ptr()): partial(self._place, *shape, mask, True),
+                ("successors", *shape, logits.data_ptr()): partial(self._rank_successors, logits),
+            }
         static = (self._rows[:num_rows], self._positions[:size], self._chosen[:size])
         for truncates in (False, True):
             key = ("draw", *shape, logits.data_ptr(), truncates)
@@ -365,7 +368,7 @@ class Trees:
                     run()
                 else:
                     self._captures.steps[key] = self._captures.capture(run)
-        for places in (num_places, 1):  # ranking does not depend on places
+        for places in (num_places, 0) if num_places > 1 else (1,):
             self._graph_rows.setdefault(places, []).append(num_rows)
 
     def _padded(self, num_rows: int, num_places: int) -> int:
@@ -407,7 +410,7 @@ class Trees:
         token.
         """
         num_rows = len(ends)
-        graph = self._captures.steps.get(("rank", self._padded(num_rows, 1)))
+        graph = self._captures.steps.get(("rank", self._padded(num_rows, 0)))
         fits = logits.shape == (num_rows, self._head_logits.shape[1]) and topk == self._server.topk
         if graph is None or not fits or depth != 1:  # deeper levels are ranked inside of SGLang's graphs
             return self._rank(logits, topk, ends, depth)

@@ -34,6 +34,9 @@ from graft.integrations.sglang.trees import Server, Trees, VerifyArrays, draw_in
 from graft.tree.device.round import MAX_TREE_TOKENS
 
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's switch: in rounds without trees the head reads nothing
+_LEAST_WITH_HEAD = (
+    3  # a round has trees only if the head has read a third of its texts: a tree costs up to twice as much
+)
 _DRAWN_AT_ONCE = 256  # places; SGLang's noise takes several times 8 bytes for each place and token of the vocabulary
 
 
@@ -111,7 +114,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def _has_room(self, num_rows: int, num_places: int) -> bool:
         """Whether a batch of `num_rows`, with padding, has our trees. The graph and the round must agree on it."""
-        return self.trees.fits(num_rows, num_places) and num_rows <= self._most_rows.get(num_places, num_rows)
+        fits = num_places > 1 and self.trees.fits(num_rows, num_places)
+        return fits and num_rows <= self._most_rows.get(num_places, num_rows)
 
     def _padded(self, num_rows: int) -> int:
         """The rows of the graph that a batch runs in. If ranks pad to each other's batches, it is the largest graph."""
@@ -234,6 +238,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
                 bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
             )
         if not batch.forward_mode.is_idle():
+            for request in batch.reqs:
+                request.graft_has_head = True
             with Attempt("note what the head has read"):
                 lengths = batch.prefix_lens or ()
                 self.trees.find_head(batch.req_pool_indices, batch.out_cache_loc, lengths, self._tables)
@@ -247,6 +253,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def lose_head(self, batch: Any) -> None:
         """Note that the head does not read the tokens that the target has just read."""
+        for request in batch.reqs:
+            request.graft_has_head = False
         with Attempt("note what the head has read"):
             self.trees.lose_head(batch.req_pool_indices, batch.out_cache_loc)
 
@@ -303,6 +311,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
         self._present: dict[str, Any] = {}  # by id, the requests of the last round and later ones
+        self._num_with_head = 0  # requests of this round that the head has read
         self._without_trees: dict[int, Any] = {}  # inputs of a verify without trees, by the number of requests
         self._no_drafts: dict[str, Tensor] = {}  # zeros in place of drafts, for the most requests so far
         # In this worker it is the greatest depth of a verified path. In the draft worker it is the number of levels.
@@ -323,10 +332,12 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         )
         above, captured = 0, release.current().decode_graphs(self.server_args).bs or [1]
         for size in self._sizes:  # above: the largest batch of the size before
+            all_rows = captured_sizes(captured, above, size.max_requests)
+            if size.places == 1:  # also for small batches, which have no trees if the head has not read their texts
+                all_rows = [rows for rows in captured if rows & (rows - 1) == 0 and rows < min(all_rows)] + all_rows
             if size[1:] not in self._states:
-                self._states[size[1:]] = self._make_state(size, above)
-            backend = self._states[size[1:]].target_attn_backend
-            draft.warm_up(captured_sizes(captured, above, size.max_requests), size.places, backend)
+                self._states[size[1:]] = self._make_state(size, all_rows)
+            draft.warm_up(all_rows, size.places, self._states[size[1:]].target_attn_backend)
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,6 +345,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         coming = {request.rid: request for request in batch.reqs}
         if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
             self._present = coming
+            self._num_with_head = sum(getattr(request, "graft_has_head", True) for request in batch.reqs)
             return super().forward_batch_generation(batch, *args, **kwargs)
         self._present = {rid: each for rid, each in self._present.items() if not each.finished()} | coming
         has_trees = self._size_for(len(self._present)).places > 1
@@ -345,7 +357,9 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
 
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Switch to the tree size for a round of `batch_size` requests."""
-        size = self._size_for(batch_size)
+        size, largest = self._size_for(batch_size), self._sizes[-1]
+        if largest.places == 1 and _LEAST_WITH_HEAD * self._num_with_head < batch_size:
+            size = largest
         state = self._states.get(size[1:])
         if state is None or state is self._now:  # None: SGLang has not captured anything yet
             return
@@ -388,10 +402,25 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def _stub_skipped_draft_extend(self, batch: Any, batch_output: Any) -> None:
         """Skip the head after a round without trees, which saves up to a tenth of the time.
 
-        Later trees of these requests have retrieved tokens only.
+        Later trees of these requests have retrieved tokens only. If trees are only missing because the head has read
+        few of the texts, it goes on reading these few, so that trees come back when there are more of them.
         """
+        if self._num_with_head and self._size_for(len(batch.reqs)).places > 1:
+            with self._draft_context():
+                self.draft_worker._draft_extend_for_decode(batch, batch_output)
+            return
         self._fill_no_drafts(batch, batch_output)
         self.draft_worker.lose_head(batch)
+
+    @contextmanager
+    def _draft_context(self) -> Iterator[None]:
+        """The context in which SGLang calls its draft worker."""
+        with (
+            release.current().draft_context(self.draft_worker),
+            eagle_worker_v2.speculative_moe_backend_context(),
+            eagle_worker_v2.speculative_moe_a2a_backend_context(),
+        ):
+            yield
 
     def _fill_no_drafts(self, batch: Any, batch_output: Any) -> None:
         made, num_rows = batch_output.next_draft_input, len(batch.reqs)
@@ -409,17 +438,13 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def _size_for(self, num_requests: int) -> TreeSize:
         return next(each for each in self._sizes if each.max_requests is None or num_requests <= each.max_requests)
 
-    def _make_state(self, size: TreeSize, above: int) -> Any:
-        """Backends and graphs for batches above `above` requests, up to the size's `max_requests`."""
+    def _make_state(self, size: TreeSize, all_rows: list[int]) -> Any:
+        """Backends, and graphs for batches of these sizes."""
         graphs = release.current().decode_graphs(self.server_args)
         captured = graphs.bs
-        with (
-            release.current().draft_context(self.draft_worker),
-            eagle_worker_v2.speculative_moe_backend_context(),
-            eagle_worker_v2.speculative_moe_a2a_backend_context(),
-        ):
+        with self._draft_context():
             if captured:
-                graphs.bs = captured_sizes(captured, above, size.max_requests)
+                graphs.bs = all_rows
             try:
                 return self.build_adaptive_runtime_state(size.steps, size.places, cuda_graph_bs=graphs.bs)
             finally:
