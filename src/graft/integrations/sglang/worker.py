@@ -34,9 +34,7 @@ from graft.integrations.sglang.trees import Server, Trees, VerifyArrays, draw_in
 from graft.tree.device.round import MAX_TREE_TOKENS
 
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's switch: in rounds without trees the head reads nothing
-_LEAST_WITH_HEAD = (
-    3  # a round has trees only if the head has read a third of its texts: a tree costs up to twice as much
-)
+_LEAST_WITH_HEAD = 3  # a round has trees only if the head has read a third of its texts; trees cost up to twice as much
 _DRAWN_AT_ONCE = 256  # places; SGLang's noise takes several times 8 bytes for each place and token of the vocabulary
 
 
