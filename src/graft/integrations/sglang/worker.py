@@ -34,7 +34,6 @@ from graft.integrations.sglang.trees import Server, Trees, VerifyArrays, draw_in
 from graft.tree.device.round import MAX_TREE_TOKENS
 
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's switch: in rounds without trees the head reads nothing
-_LEAST_WITH_HEAD = 3  # a round has trees only if the head has read a third of its texts; trees cost up to twice as much
 _DRAWN_AT_ONCE = 256  # places; SGLang's noise takes several times 8 bytes for each place and token of the vocabulary
 
 
@@ -309,7 +308,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
         self._present: dict[str, Any] = {}  # by id, the requests of the last round and later ones
-        self._num_with_head = 0  # requests of this round that the head has read
+        self._has_head = True  # whether the head has read a text of this round
         self._without_trees: dict[int, Any] = {}  # inputs of a verify without trees, by the number of requests
         self._no_drafts: dict[str, Tensor] = {}  # zeros in place of drafts, for the most requests so far
         # In this worker it is the greatest depth of a verified path. In the draft worker it is the number of levels.
@@ -343,7 +342,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         coming = {request.rid: request for request in batch.reqs}
         if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
             self._present = coming
-            self._num_with_head = sum(getattr(request, "graft_has_head", True) for request in batch.reqs)
+            self._has_head = any(getattr(request, "graft_has_head", True) for request in batch.reqs)
             return super().forward_batch_generation(batch, *args, **kwargs)
         self._present = {rid: each for rid, each in self._present.items() if not each.finished()} | coming
         has_trees = self._size_for(len(self._present)).places > 1
@@ -356,8 +355,8 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Switch to the tree size for a round of `batch_size` requests."""
         size, largest = self._size_for(batch_size), self._sizes[-1]
-        if largest.places == 1 and _LEAST_WITH_HEAD * self._num_with_head < batch_size:
-            size = largest
+        if largest.places == 1 and batch_size and not self._has_head:
+            size = largest  # trees of retrieved tokens alone seldom pay
         state = self._states.get(size[1:])
         if state is None or state is self._now:  # None: SGLang has not captured anything yet
             return
@@ -400,25 +399,10 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def _stub_skipped_draft_extend(self, batch: Any, batch_output: Any) -> None:
         """Skip the head after a round without trees, which saves up to a tenth of the time.
 
-        Later trees of these requests have retrieved tokens only. If trees are only missing because the head has read
-        few of the texts, it goes on reading these few, so that trees come back when there are more of them.
+        Later trees of these requests have retrieved tokens only.
         """
-        if self._num_with_head and self._size_for(len(batch.reqs)).places > 1:
-            with self._draft_context():
-                self.draft_worker._draft_extend_for_decode(batch, batch_output)
-            return
         self._fill_no_drafts(batch, batch_output)
         self.draft_worker.lose_head(batch)
-
-    @contextmanager
-    def _draft_context(self) -> Iterator[None]:
-        """The context in which SGLang calls its draft worker."""
-        with (
-            release.current().draft_context(self.draft_worker),
-            eagle_worker_v2.speculative_moe_backend_context(),
-            eagle_worker_v2.speculative_moe_a2a_backend_context(),
-        ):
-            yield
 
     def _fill_no_drafts(self, batch: Any, batch_output: Any) -> None:
         made, num_rows = batch_output.next_draft_input, len(batch.reqs)
@@ -440,7 +424,11 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         """Backends, and graphs for batches of these sizes."""
         graphs = release.current().decode_graphs(self.server_args)
         captured = graphs.bs
-        with self._draft_context():
+        with (
+            release.current().draft_context(self.draft_worker),
+            eagle_worker_v2.speculative_moe_backend_context(),
+            eagle_worker_v2.speculative_moe_a2a_backend_context(),
+        ):
             if captured:
                 graphs.bs = all_rows
             try:
