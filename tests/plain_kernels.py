@@ -56,7 +56,8 @@ def add_norm(
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     added = stream if delta is None else stream + delta
-    results = added, _norm(added, weight, eps)
+    turns = weight.view(-1, weight.shape[-1]).repeat(len(added), 1)[: len(added)]
+    results = added, _norm(added, turns, eps)
     return tuple(new if out is None else out.copy_(new) for out, new in zip((total, normed), results, strict=True))
 
 

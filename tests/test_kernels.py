@@ -95,13 +95,18 @@ def test_several_layers_store_keys_and_values_without_queries():
     assert not torch.equal(results[1][1], keys)
 
 
-def test_residual_add_and_rms_norm_match_pytorch():
+@pytest.mark.parametrize("weights", [(), (2,)])
+def test_residual_add_and_rms_norm_match_pytorch(weights):
     torch.manual_seed(0)
-    stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(*weights, 40)
     for more in (delta, None):
         expected = plain_kernels.add_norm(stream, more, weight, 1e-5)
         ours = layer_kernels.add_norm(*(None if t is None else t.to(DEVICE) for t in (stream, more, weight)), 1e-5)
         torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
+        total, own = stream if more is None else stream + more, weight.expand(2, 40)
+        for row in range(3):
+            norm = torch.nn.functional.rms_norm(total[row], (40,), own[row % 2], 1e-5)
+            torch.testing.assert_close(ours[1][row].cpu(), norm)
 
 
 def test_silu_and_product_match_pytorch():

@@ -40,8 +40,9 @@ def add_norm(
     total: Tensor | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight [size].
+    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight, [size] or [weights, size].
 
+    Several weights take turns: the first is that of token 0, the second that of token 1, and so on.
     total, normed: where to write the two results; None: new tensors. Without a delta, the total is the stream itself.
 
     The first kernel of a stack of layers has no delta. Its launch does not overlap, so it sees all earlier writes (see
@@ -63,6 +64,7 @@ def add_norm(
         normed,
         eps,
         HAS_DELTA=delta is not None,
+        NUM_WEIGHTS=weight.numel() // size,
         SIZE=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
@@ -166,6 +168,7 @@ def _add_norm_kernel(
     normed: tl.tensor,
     eps: float,
     HAS_DELTA: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -174,10 +177,11 @@ def _add_norm_kernel(
     if is_shut(flag):
         return
     start_next(OVERLAPS)
-    start = tl.program_id(0).to(tl.int64) * SIZE
+    token = tl.program_id(0)
+    start = token.to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    scale = tl.load(weight + token % NUM_WEIGHTS * SIZE + columns, mask=inside, other=0.0)
     wait_for_previous(OVERLAPS)
     x = tl.load(stream + start + columns, mask=inside, other=0.0)
     if HAS_DELTA:

@@ -167,7 +167,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
 
     def _enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
         """Run the head, and keep the output at each row's last entry."""
-        outputs = self._run_head(buffers, tokens, self.head.fuse(features), None, layout)
+        outputs = self._run_head(buffers, tokens, self.fast.fuse(features), None, layout)
         eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     @torch.no_grad()

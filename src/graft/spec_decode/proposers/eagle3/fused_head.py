@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graft.model.attention import KernelStep
@@ -33,6 +34,8 @@ class FastHead:
         self._embedding = embedding.detach()
         self._norms = (layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach())
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), head.norm.weight.detach()
+        norms: Any = head.fc_norm if head.config.fc_norm else ()
+        self._feature_norms = torch.stack([norm.weight.detach() for norm in norms]) if norms else None
         self._qkv = fuse_parameters([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         self._o = attention.o_proj.weight.detach()
         self._gate_up = fuse_parameters([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
@@ -41,6 +44,14 @@ class FastHead:
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self.head.rotary, self._qkv, num_positions)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """As `Eagle3Head.fuse`, with one kernel for the norms of all layers' features [T, layers * H_t]."""
+        if self._feature_norms is None:
+            return self.head.fuse(features)
+        each = features.view(-1, self.config.target_hidden_size)
+        _, normed = layer_kernels.add_norm(each, None, self._feature_norms, self.config.rms_norm_eps)
+        return self.head.fc(normed.view_as(features))
 
     def run(
         self,
