@@ -369,9 +369,10 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         distributions.append((1.0, 0.95))
         options.temperature, options.top_p = distributions[-1]
         await measure_sizes()
+    traced = sorted(set(numbers(options.trace)) & set(sizes)) if options.trace else []
     # Last, since the profiler may slow down what follows it.
     for options.temperature, options.top_p in distributions:
-        for size in sorted(set(numbers(options.trace or "")) & set(sizes)):
+        for size in traced:
             assert isinstance(engine, SGLang)
             about, *lines = time_of_kernels(await engine.trace(turn(lessons[:size], size)))
             line = f"{engine.name}, temperature {options.temperature:g}, trace of {size} requests: {about}"
@@ -566,7 +567,7 @@ def probabilities(answer: Any, position: int) -> dict[int, float]:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:

@@ -308,7 +308,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
         self._present: dict[str, Any] = {}  # by id, the requests of the last round and later ones
-        self._has_head = True  # whether the head has read a text of this round
+        self._has_head = True  # whether the head has read a text of this round; known here without asking the device
         self._without_trees: dict[int, Any] = {}  # inputs of a verify without trees, by the number of requests
         self._no_drafts: dict[str, Tensor] = {}  # zeros in place of drafts, for the most requests so far
         # In this worker it is the greatest depth of a verified path. In the draft worker it is the number of levels.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graft.model.attention import KernelStep
@@ -35,7 +34,7 @@ class FastHead:
         self._norms = (layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach())
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), head.norm.weight.detach()
         norms: Any = head.fc_norm if head.config.fc_norm else ()
-        self._feature_norms = torch.stack([norm.weight.detach() for norm in norms]) if norms else None
+        self._feature_norms = fuse_parameters([norm.weight for norm in norms]).view(len(norms), -1) if norms else None
         self._qkv = fuse_parameters([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         self._o = attention.o_proj.weight.detach()
         self._gate_up = fuse_parameters([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
