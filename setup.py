@@ -25,6 +25,8 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 EXACT = ["-std=c99", "-O2", "-ffp-contract=off"]
 # GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
 FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
+# Variants for processors with wider vectors.
+WIDER = {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mfma"]} if IS_X86 else {}
 
 
 @cache
@@ -86,6 +88,6 @@ setup(
         library("tree._native", "tree/native.c", EXACT),
         library("bench.baselines._baselines", "bench/baselines/baselines.c", EXACT),
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
-        *([library("model._cpu_linear_avx2", "model/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),
+        *(library(f"model._cpu_linear_{name}", "model/cpu_linear.c", [*FAST, *flags]) for name, flags in WIDER.items()),
     ],
 )

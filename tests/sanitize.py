@@ -37,7 +37,8 @@ LIBRARIES = [
     ("model/cpu_linear.c", "model/_cpu_linear", "-ffp-contract=fast"),
 ]
 if platform.machine().lower() in ("x86_64", "amd64"):
-    LIBRARIES.append(("model/cpu_linear.c", "model/_cpu_linear_avx2", "-ffp-contract=fast -mavx2 -mfma"))
+    for name, flags in (("avx2", "-mavx2 -mfma"), ("avx512", "-mavx512f -mfma")):
+        LIBRARIES.append(("model/cpu_linear.c", f"model/_cpu_linear_{name}", f"-ffp-contract=fast {flags}"))
 
 
 def main(arguments: list[str]) -> int:

@@ -43,9 +43,12 @@ def always_faster(monkeypatch):
 
 @needs_kernel
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (7, 5), (8, 4), (33, 19), (192, 576), (65, 1537)])
-def test_kernel_equals_torch_for_odd_shapes_and_1_to_64_tokens(num_outputs, num_inputs):
+@pytest.mark.parametrize("is_exact_in_bf16", [False, True])
+def test_kernel_equals_torch_for_odd_shapes_and_1_to_64_tokens(num_outputs, num_inputs, is_exact_in_bf16):
     torch.manual_seed(0)
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+    if is_exact_in_bf16:
+        weight = weight.bfloat16().float()
     for num_tokens in range(1, 65):
         x = torch.randn(num_tokens, num_inputs)
         exact = linear(x.double(), weight.double(), bias.double())
@@ -63,13 +66,31 @@ def test_a_token_gets_the_same_bits_among_any_number_of_others():
 
 
 @needs_kernel
+def test_weights_that_are_exact_in_bfloat16_take_half_the_memory_and_give_the_same_bits():
+    x, weight = torch.randn(5, 577), torch.randn(70, 577).bfloat16().float()
+    inexact = torch.cat([weight, torch.full((1, 577), 0.1)])
+    assert cpu.pack(weight).element_size() == 2 and cpu.pack(inexact).element_size() == 4
+    assert torch.equal(cpu.few_tokens_linear(x, weight), cpu.few_tokens_linear(x, inexact)[:, :70])
+
+
+@needs_kernel
 @torch.no_grad()
-def test_layer_sends_only_2_to_32_tokens_to_the_kernel(calls):
+def test_a_changed_weight_is_packed_anew():
+    layer, x = cpu.FewTokensLinear.sharing(nn.Linear(6, 4)), torch.randn(3, 6)
+    for change in (lambda: layer.weight.mul_(2), lambda: setattr(layer.weight, "data", torch.randn(4, 6)), lambda: None):
+        change()
+        torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+        assert cpu.pack(layer.weight) is cpu.pack(layer.weight)
+
+
+@needs_kernel
+@torch.no_grad()
+def test_layer_sends_only_1_to_64_tokens_to_the_kernel(calls):
     layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
-    for num_tokens in (0, 1, 2, 32, 33):
+    for num_tokens in (0, 1, 2, 64, 65):
         x = torch.randn(1, num_tokens, 6)
         torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
-    assert calls == [(1, 2, 6), (1, 32, 6)]
+    assert calls == [(1, 1, 6), (1, 2, 6), (1, 64, 6)]
 
 
 @needs_kernel

@@ -92,7 +92,7 @@ def _kernels_of(engine: Engine) -> str:
         return "Triton" if captured else "none: Triton is not installed, or the model is split"
     count = sum(isinstance(layer, FewTokensLinear) for layer in model.modules())
     if count:
-        return f"C, for 2 to 32 tokens, in {count} linear layers"
+        return f"C, for up to 64 tokens, in {count} linear layers"
     return "none: the model is not float32, the kernel was not built, or it is not faster here"
 
 

@@ -1,75 +1,94 @@
-/* y = x w' for few rows of x: each weight is read from memory once and never copied.
+/* y = x w' for few rows of x, by packed weights: each weight is read from memory once, in the order of its use.
 
-   A vector holds one number for each of LANES tokens, so every output is summed over k in the same order, whatever the
-   number of tokens.
+   A panel has the weights of PANEL outputs, input after input, so a vector holds one number for each of LANES outputs.
+   Every output is one sum over the inputs, in their order, whatever the number of tokens and the width of vectors.
 
-   This file is built twice on x86: for every processor, and for those with wider vectors. The caller chooses, and
-   passes the threads of the OpenMP library that torch has loaded, so that both share one set of threads. */
+   Packed weights are float32, or bfloat16, which takes half the memory and so half the time. A 32-bit word then holds
+   the weights of outputs j (low half) and j + PANEL / 2 (high half).
+
+   This file is built several times on x86: for every processor, and for those with wider vectors. The caller chooses,
+   and passes the threads of the OpenMP library that torch has loaded, so that both share one set of threads. */
 
 #include <stdint.h>
-#include <stdlib.h>
+#include <string.h>
 
-#if defined(__AVX__)
+/* PANEL / LANES * TOKENS sums fit into the registers of a processor, beside a panel's weights. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define PANEL 32
+#define TOKENS 12
+#elif defined(__AVX__)
 #define LANES 8
+#define PANEL 16
+#define TOKENS 6
+#elif defined(__aarch64__)
+#define LANES 4
+#define PANEL 16
+#define TOKENS 6
 #else
 #define LANES 4
+#define PANEL 8
+#define TOKENS 6
 #endif
-/* 8 vectors of sums hide the latency of an addition, and fit into 16 registers together with their operands. */
-#define BLOCK_ROWS 8
-#define WIDE_ROWS 4
+#define VECTORS (PANEL / LANES)
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Addresses are integers, because the last rows prefetch past the end of the array, where a pointer is undefined. */
-#define PREFETCH(ARRAY, PLACE) __builtin_prefetch((const float *)((uintptr_t)(ARRAY) + sizeof(float) * (PLACE)), 0, 2)
-
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float four __attribute__((vector_size(16), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 
-/* R rows of w times VECTORS * LANES tokens, of which m are wanted. xt: [k][VECTORS * LANES]. A macro, because the sums
-   stay in registers only if R and VECTORS are literals. */
-#define TILE(NAME, R, VECTORS)                                                                                        \
-    static void NAME(const float *restrict w, const float *restrict xt, float *restrict y, long n, long k, long m) {  \
-        enum { WIDTH = VECTORS * LANES };                                                                             \
-        vec sums[R][VECTORS];                                                                                         \
-        UNROLL for (int r = 0; r < R; r++) {                                                                          \
-            UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = (vec){0};                                           \
+static inline void load_float32(const void *w, long i, vec *a) {
+    UNROLL for (int v = 0; v < VECTORS; v++) a[v] = *(const vec *)((const float *)w + i * PANEL + v * LANES);
+}
+
+static inline void load_bfloat16(const void *w, long i, vec *a) {
+    UNROLL for (int v = 0; v < VECTORS / 2; v++) {
+        const words pair = *(const words *)((const uint32_t *)w + i * (PANEL / 2) + v * LANES);
+        a[v] = (vec)(pair << 16);
+        a[v + VECTORS / 2] = (vec)(pair & 0xffff0000u);
+    }
+}
+
+/* One panel times T tokens. A macro, because the sums stay in registers only if T is a literal. */
+#define TILE(NAME, LOAD, T)                                                                                           \
+    static void NAME(const void *restrict w, const float *restrict x, float *restrict y, long n, long k, long rows) { \
+        vec sums[T][VECTORS], a[VECTORS];                                                                             \
+        UNROLL for (int t = 0; t < T; t++) {                                                                          \
+            UNROLL for (int v = 0; v < VECTORS; v++) sums[t][v] = (vec){0};                                           \
         }                                                                                                             \
-        long i = 0;                                                                                                   \
-        for (; i + 4 <= k; i += 4) {                                                                                  \
-            four a[R];                                                                                                \
-            UNROLL for (int r = 0; r < R; r++) a[r] = *(const four *)(w + r * k + i);                                 \
-            /* Prefetch the next rows as one stream: the hardware does not recognize R parallel streams. */           \
-            UNROLL for (int p = 0; p < R; p += 4) PREFETCH(w, R * k + R * i + 4 * p);                                 \
-            UNROLL for (int l = 0; l < 4; l++) {                                                                      \
-                UNROLL for (int v = 0; v < VECTORS; v++) {                                                            \
-                    vec b = *(const vec *)(xt + (i + l) * WIDTH + v * LANES);                                         \
-                    UNROLL for (int r = 0; r < R; r++) sums[r][v] += b * a[r][l];                                     \
-                }                                                                                                     \
+        for (long i = 0; i < k; i++) {                                                                                \
+            LOAD(w, i, a);                                                                                            \
+            UNROLL for (int t = 0; t < T; t++) {                                                                      \
+                const float b = x[t * k + i];                                                                         \
+                UNROLL for (int v = 0; v < VECTORS; v++) sums[t][v] += a[v] * b;                                      \
             }                                                                                                         \
         }                                                                                                             \
-        for (; i < k; i++) {                                                                                          \
-            UNROLL for (int v = 0; v < VECTORS; v++) {                                                                \
-                vec b = *(const vec *)(xt + i * WIDTH + v * LANES);                                                   \
-                UNROLL for (int r = 0; r < R; r++) sums[r][v] += b * w[r * k + i];                                    \
-            }                                                                                                         \
-        }                                                                                                             \
-        float out[R][WIDTH];                                                                                          \
-        UNROLL for (int r = 0; r < R; r++) {                                                                          \
-            UNROLL for (int v = 0; v < VECTORS; v++) *(vec *)(out[r] + v * LANES) = sums[r][v];                       \
-        }                                                                                                             \
-        for (long t = 0; t < m; t++) {                                                                                \
-            UNROLL for (int r = 0; r < R; r++) y[t * n + r] = out[r][t];                                              \
-        }                                                                                                             \
+        UNROLL for (int t = 0; t < T; t++) memcpy(y + t * n, sums[t], (size_t)rows * sizeof(float));                  \
     }
 
-TILE(narrow_tile, BLOCK_ROWS, 1)
-TILE(narrow_row, 1, 1)
-TILE(wide_tile, WIDE_ROWS, 2)
-TILE(wide_row, 1, 2)
+#define TILES(T)                          \
+    TILE(float32_##T, load_float32, T)    \
+    TILE(bfloat16_##T, load_bfloat16, T)
+#define BOTH(T) {float32_##T, bfloat16_##T}
+
+typedef void Tile(const void *w, const float *x, float *y, long n, long k, long rows);
+
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+#if TOKENS > 6
+TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+#endif
+
+static Tile *const tiles[TOKENS][2] = {
+    BOTH(1), BOTH(2), BOTH(3), BOTH(4), BOTH(5), BOTH(6),
+#if TOKENS > 6
+    BOTH(7), BOTH(8), BOTH(9), BOTH(10), BOTH(11), BOTH(12),
+#endif
+};
+
+const long graft_panel = PANEL;
 
 /* Functions of an OpenMP library: run a function on every thread; the thread's number; the number of threads. */
 typedef struct {
@@ -79,61 +98,38 @@ typedef struct {
 } Threads;
 
 typedef struct {
-    const float *w, *xt; /* [n][k], [groups][k][width] */
-    float *y;            /* [m][n] */
-    long n, k, m, width;
+    const char *w;   /* [panels][k][PANEL] */
+    const float *x;  /* [m][k] */
+    float *y;        /* [m][n] */
+    long n, k, m, is_bfloat16;
     const Threads *threads;
 } Job;
 
-/* The rows from `first` to `last`, each a multiple of BLOCK_ROWS or the end. */
-static void multiply_rows(const Job *job, long first, long last) {
-    const long n = job->n, k = job->k, m = job->m, width = job->width;
-    const int wide = width > LANES;
-    const long step = wide ? WIDE_ROWS : BLOCK_ROWS;
-    for (long block = first; block < last; block += BLOCK_ROWS) {
-        const long end = block + BLOCK_ROWS < last ? block + BLOCK_ROWS : last;
-        for (long done = 0; done < m; done += width) { /* these rows stay in the CPU cache for all tokens */
-            const long wanted = m - done < width ? m - done : width;
-            const float *in = job->xt + done * k;
-            float *out = job->y + done * n;
-            long r = block;
-            for (; r + step <= end; r += step)
-                (wide ? wide_tile : narrow_tile)(job->w + r * k, in, out + r, n, k, wanted);
-            for (; r < end; r++) (wide ? wide_row : narrow_row)(job->w + r * k, in, out + r, n, k, wanted);
+static void multiply_panels(const Job *job, long first, long last) {
+    const long n = job->n, k = job->k, m = job->m;
+    const long bytes = PANEL * k * (job->is_bfloat16 ? 2 : 4);
+    const long groups = (m + TOKENS - 1) / TOKENS;
+    for (long panel = first; panel < last; panel++) {
+        const long row = panel * PANEL, rows = n - row < PANEL ? n - row : PANEL;
+        for (long group = 0; group < groups; group++) { /* of about equal size; the panel stays in the CPU cache */
+            const long token = m * group / groups, count = m * (group + 1) / groups - token;
+            tiles[count - 1][job->is_bfloat16](
+                job->w + panel * bytes, job->x + token * k, job->y + token * n + row, n, k, rows);
         }
     }
 }
 
-static void multiply_own_rows(void *data) {
+static void multiply_own_panels(void *data) {
     const Job *job = data;
     const long thread = job->threads->thread_num(), num_threads = job->threads->num_threads();
-    const long blocks = (job->n + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const long first = blocks * thread / num_threads * BLOCK_ROWS;
-    const long last = blocks * (thread + 1) / num_threads * BLOCK_ROWS;
-    multiply_rows(job, first, last < job->n ? last : job->n);
+    const long panels = (job->n + PANEL - 1) / PANEL;
+    multiply_panels(job, panels * thread / num_threads, panels * (thread + 1) / num_threads);
 }
 
-/* w: [n][k], x: [m][k], y: [m][n]. threads may be NULL: the caller's thread does all. Returns 1 if allocation failed,
-   else 0. */
-int graft_linear(const float *w, const float *x, float *y, long n, long k, long m, const Threads *threads) {
-    const long width = m > LANES ? 2 * LANES : LANES;
-    const long groups = (m + width - 1) / width;
-    const long size = groups * width * k;
-    /* [groups][k][width]; one cache line more than needed, because an allocation of 0 bytes may return NULL. */
-    float *xt = aligned_alloc(64, (size_t)(size * (long)sizeof(float) / 64 * 64 + 64));
-    if (xt == NULL) return 1;
-    for (long g = 0; g < groups; g++) {
-        const float *from = x + g * width * k;
-        const long count = m - g * width < width ? m - g * width : width;
-        for (long i = 0; i < k; i++) {
-            float *to = xt + (g * k + i) * width;
-            for (long t = 0; t < count; t++) to[t] = from[t * k + i];
-            for (long t = count; t < width; t++) to[t] = 0;
-        }
-    }
-    Job job = {w, xt, y, n, k, m, width, threads};
-    if (threads == NULL) multiply_rows(&job, 0, n);
-    else threads->parallel(multiply_own_rows, &job, 0, 0);
-    free(xt);
-    return 0;
+/* w: packed [n][k], x: [m][k], y: [m][n]. threads may be NULL: the caller's thread does all. */
+void graft_linear(
+    const void *w, const float *x, float *y, long n, long k, long m, long is_bfloat16, const Threads *threads) {
+    Job job = {w, x, y, n, k, m, is_bfloat16, threads};
+    if (threads == NULL) multiply_panels(&job, 0, (n + PANEL - 1) / PANEL);
+    else threads->parallel(multiply_own_panels, &job, 0, 0);
 }

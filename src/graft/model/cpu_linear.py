@@ -1,8 +1,9 @@
-"""Linear layers for a CPU that take little longer for 16 tokens than for one.
+"""Linear layers for a CPU that take little longer for a few tokens than for one.
 
 For more than one token, torch's BLAS copies the weights into an order of its own in every call, which takes three times
-as long as reading them. The kernel in `cpu_linear.c` reads them once. If it is not faster, or was not built, the model
-stays as it is.
+as long as reading them. The kernel in `cpu_linear.c` reads a packed copy, which is made once. Weights that are exact in
+bfloat16, as those of most checkpoints, are packed in it: a product takes half the time and has the same bits. If the
+kernel is not faster, or was not built, the model stays as it is.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graft.errors import GraftError
 from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
 MAPS = Path("/proc/self/maps")  # files that this process has loaded
-_MAX_TOKENS = 32  # with more, the copy of the weights hardly matters
+_MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
+_PACKED = WeakTensorKeyDictionary()  # by weight: the weight's address and version when it was packed, and the copy
 _WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
 
 
 class FewTokensLinear(nn.Linear):
-    """A linear layer that uses the kernel for 2 to 32 tokens, and torch otherwise."""
+    """A linear layer that uses the kernel for up to 64 tokens, and torch for more."""
 
     @classmethod
     def sharing(cls, layer: nn.Linear) -> FewTokensLinear:
@@ -43,8 +46,8 @@ class FewTokensLinear(nn.Linear):
 
 
 def quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, by the kernel for 2 to 32 tokens if it can run."""
-    if 1 < input.numel() // weight.shape[1] <= _MAX_TOKENS and _can_run(input, weight):
+    """`torch.nn.functional.linear`, by the kernel for up to 64 tokens if it can run."""
+    if 0 < input.numel() <= _MAX_TOKENS * weight.shape[1] and _can_run(input, weight):
         return few_tokens_linear(input, weight, bias)
     return linear(input, weight, bias)
 
@@ -53,23 +56,49 @@ def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     """`torch.nn.functional.linear` by the kernel, for float32 on a CPU and contiguous weights."""
     kernel = _kernel()
     assert kernel is not None
-    x = input.contiguous()
+    x, packed = input.contiguous(), pack(weight)
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
-    num_tokens = x.numel() // num_inputs
-    addresses = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
-    if kernel(*addresses, num_outputs, num_inputs, num_tokens, _threads()):
-        raise MemoryError(f"not enough memory for {num_tokens} tokens of {num_inputs} numbers")
+    sizes = (num_outputs, num_inputs, x.numel() // num_inputs, packed.dtype is torch.int16)
+    kernel.multiply(packed.data_ptr(), x.data_ptr(), out.data_ptr(), *sizes, _threads())
     return out if bias is None else out.add_(bias)
 
 
+def pack(weight: Tensor) -> Tensor:
+    """The packed copy of a weight [outputs, inputs], as `cpu_linear.c` reads it: bfloat16 as int16, or float32.
+
+    It is kept as long as the weight, and made anew if the weight was changed.
+    """
+    state = (weight.data_ptr(), weight._version)
+    known = _PACKED.get(weight)
+    if known is None or known[0] != state:
+        known = _PACKED[weight] = state, _packed(weight.detach())
+    return known[1]
+
+
+def _packed(weight: Tensor) -> Tensor:
+    kernel = _kernel()
+    assert kernel is not None
+    num_inputs = weight.shape[1]
+    panels = pad(weight, (0, 0, 0, -len(weight) % kernel.panel))
+    short = panels.bfloat16()
+    if not torch.equal(short.float(), panels):
+        return panels.view(-1, kernel.panel, num_inputs).transpose(1, 2).contiguous()
+    halves = short.view(torch.int16).view(-1, 2, kernel.panel // 2, num_inputs)
+    return halves.permute(0, 3, 2, 1).contiguous()  # a word's low half comes first in memory
+
+
 def speed_up(model: nn.Module) -> bool:
-    """Replace a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same."""
+    """Replace a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same.
+
+    The packed copies take half the memory of the weights, or as much if the weights are not exact in bfloat16.
+    """
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
     if not layers or _kernel() is None or not _is_faster(list(layers.values())):
         return False
     for name, layer in layers.items():
         model.set_submodule(name, FewTokensLinear.sharing(layer))
+        pack(layer.weight)
     return True
 
 
@@ -94,6 +123,7 @@ def _can_run(input: Tensor, weight: Tensor) -> bool:
         and input.dtype is torch.float32
         and input.device.type == "cpu"
         and _is_plain(weight)
+        and not weight.is_inference()  # changes of such tensors are not counted
         and _kernel() is not None  # a model may have been copied to a machine without the kernel
     )
 
@@ -116,19 +146,24 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
     return ours < _WORTH_IT * theirs
 
 
+class _Kernel(NamedTuple):
+    multiply: Callable[..., None]
+    panel: int  # outputs of a panel
+
+
 @cache
-def _kernel() -> Callable[..., int] | None:
+def _kernel() -> _Kernel | None:
     """The kernel for this processor; None if it was not built."""
-    # Torch detects the CPU. Only x86 has two variants.
-    is_wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    # Torch detects the CPU. Only x86 has variants.
+    variant = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     try:
-        library = compiled(HERE, "_cpu_linear_avx2" if is_wide else "_cpu_linear")
+        library = compiled(HERE, f"_cpu_linear{variant}")
     except GraftError:
         return None
     function: Any = library.graft_linear
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
+    function.restype = None
+    return _Kernel(function, ctypes.c_long.in_dll(library, "graft_panel").value)
 
 
 class _Threads(ctypes.Structure):

@@ -32,7 +32,8 @@ _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks,
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
-_SMALL = 2**27  # launches overlap for layers of up to this many bytes: measured faster at 90 MB, slower at 440 MB
+_SMALL = 2**27  # bytes of a layer up to which launches overlap in all steps
+_OVERLAPPED = range(8, 65)  # tokens of the steps in which they overlap in larger layers too
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # the largest hidden size that a program of the norm kernel holds
 
@@ -101,7 +102,7 @@ class LayerStack:
             each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # still to be added to the stream
-        with overlap.launches(self._is_small):
+        with overlap.launches(self._is_small or len(stream) in _OVERLAPPED):
             for number, layer in enumerate(self.layers):
                 stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
                 inputs.append(stream)

@@ -74,7 +74,9 @@ class BlockHead(DraftHead):
 
     def borrow_lm_head(self, weight: Tensor) -> None:
         """Use the target's output weight [vocab, H]."""
-        self.target_lm_head = self._fitting("lm_head", weight)
+        fitting = self._fitting("lm_head", weight)
+        padded = len(fitting) > self.config.draft_vocab_size
+        self.target_lm_head = fitting[: self.config.draft_vocab_size] if padded else fitting
 
     def context(self, features: Tensor, positions: Tensor) -> KeyValue:
         """Keys and values of W committed tokens, for the draft KV cache.
@@ -158,7 +160,7 @@ class BlockHead(DraftHead):
         weight = self.lm_head.weight if self.config.own_lm_head else self.target_lm_head
         if weight is None:
             raise GraftError("this head has no lm_head of its own: `borrow_lm_head` gives it the target's")
-        return logits_of(weight[: self.config.draft_vocab_size], normed, shortlist, self.product)
+        return logits_of(weight, normed, shortlist, self.product)
 
     @property
     def _decoder_layers(self) -> list[_DecoderLayer]:
