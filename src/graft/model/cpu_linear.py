@@ -27,8 +27,14 @@ from graft.tree.native import compiled
 HERE = Path(__file__).parent
 MAPS = Path("/proc/self/maps")  # files that this process has loaded
 _MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
-_PACKED = WeakTensorKeyDictionary()  # by weight: the weight's address and version when it was packed, and the copy
+_PACKED = WeakTensorKeyDictionary()  # by weight
 _WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
+
+
+class _Packed(NamedTuple):
+    source: Tensor  # the weight's memory, which no other tensor can get as long as it is kept
+    version: int  # the weight's, when it was packed
+    copy: Tensor
 
 
 class FewTokensLinear(nn.Linear):
@@ -69,14 +75,14 @@ def pack(weight: Tensor) -> Tensor:
 
     It is kept as long as the weight, and made anew if the weight was changed.
     """
-    state = (weight.data_ptr(), weight._version)
     known = _PACKED.get(weight)
-    if known is None or known[0] != state:
-        known = _PACKED[weight] = state, _packed(weight.detach())
-    return known[1]
+    if known is None or known.source.data_ptr() != weight.data_ptr() or known.version != weight._version:
+        source = weight.detach()
+        known = _PACKED[weight] = _Packed(source, weight._version, _pack(source))
+    return known.copy
 
 
-def _packed(weight: Tensor) -> Tensor:
+def _pack(weight: Tensor) -> Tensor:
     kernel = _kernel()
     assert kernel is not None
     num_inputs = weight.shape[1]
@@ -95,6 +101,8 @@ def speed_up(model: nn.Module) -> bool:
     """
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
     if not layers or _kernel() is None or not _is_faster(list(layers.values())):
+        for layer in layers.values():
+            _PACKED.pop(layer.weight, None)
         return False
     for name, layer in layers.items():
         model.set_submodule(name, FewTokensLinear.sharing(layer))
@@ -110,7 +118,8 @@ def _suits(layer: nn.Linear) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    is_counted = not tensor.is_inference()  # whether `pack` notices changes
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() and is_counted
 
 
 def _can_run(input: Tensor, weight: Tensor) -> bool:
@@ -123,7 +132,6 @@ def _can_run(input: Tensor, weight: Tensor) -> bool:
         and input.dtype is torch.float32
         and input.device.type == "cpu"
         and _is_plain(weight)
-        and not weight.is_inference()  # changes of such tensors are not counted
         and _kernel() is not None  # a model may have been copied to a machine without the kernel
     )
 

@@ -250,6 +250,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def lose_head(self, batch: Any) -> None:
         """Note that the head does not read the tokens that the target has just read."""
+        if batch.forward_mode.is_idle():  # another data parallel rank has work, this one has none
+            return
         for request in batch.reqs:
             request.graft_has_head = False
         with Attempt("note what the head has read"):
