@@ -527,6 +527,15 @@ _FAULTS = r"""
 # budget: nodes fill the room that other tokens of the step need
 -return max(self.step.sizes[-1] - num_rows - num_prefill_tokens, 0)
 +return max(self.step.sizes[-1] - num_rows, 0)
+= src/graft/model/cpu_linear.py
+! test_cpu_linear.py::test_a_changed_weight_is_packed_anew
+# CPU kernel: a changed weight is read as it was
+- or known.version != weight._version:
++:
+! test_cpu_linear.py::test_weights_that_are_exact_in_bfloat16_take_half_the_memory_and_give_the_same_bits
+# CPU kernel: weights are rounded to bfloat16
+-    if not torch.equal(short.float(), panels):
++    if len(panels) == 0:
 = src/graft/spec_decode/cost_model.py
 ! test_budget.py::test_steps_between_and_beyond_the_known_sizes_cost_in_proportion
 # budget: a step larger than any costs as much as the largest
