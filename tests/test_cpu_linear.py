@@ -77,7 +77,7 @@ def test_weights_that_are_exact_in_bfloat16_take_half_the_memory_and_give_the_sa
 @torch.no_grad()
 def test_a_changed_weight_is_packed_anew():
     layer, x = cpu.FewTokensLinear.sharing(nn.Linear(6, 4)), torch.randn(3, 6)
-    for change in ("in place", "other memory", "none"):
+    for change in ("none", "in place", "other memory"):
         if change == "in place":
             layer.weight.mul_(2)
         elif change == "other memory":
