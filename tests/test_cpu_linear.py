@@ -11,6 +11,10 @@ from torch.nn.functional import linear
 from graft.model import cpu_linear as cpu
 from tiny import tiny_model
 
+ON_X86 = ["DEFAULT", "AVX2", "AVX512"]  # each runs what the ones before it run
+_OWN = torch.backends.cpu.get_cpu_capability()
+CAPABILITIES = ON_X86[: ON_X86.index(_OWN) + 1] if _OWN in ON_X86 else ["DEFAULT", _OWN]
+
 
 def has_kernel():
     try:
@@ -58,10 +62,12 @@ def test_kernel_equals_torch_for_odd_shapes_and_1_to_64_tokens(num_outputs, num_
 
 
 @needs_kernel
-def test_a_token_gets_the_same_bits_among_any_number_of_others():
-    x, weight = torch.randn(32, 577), torch.randn(31, 577)
+@pytest.mark.parametrize("is_exact_in_bf16", [False, True])
+def test_a_token_gets_the_same_bits_among_any_number_of_others(is_exact_in_bf16):
+    x, weight = torch.randn(64, 577), torch.randn(31, 577)
+    weight = weight.bfloat16().float() if is_exact_in_bf16 else weight
     together = cpu.few_tokens_linear(x, weight)
-    for num_tokens in (1, 2, 4, 5, 8, 9, 31):
+    for num_tokens in (1, 2, 4, 5, 8, 9, 31, 63):
         assert torch.equal(cpu.few_tokens_linear(x[:num_tokens], weight), together[:num_tokens])
 
 
@@ -77,9 +83,11 @@ def test_weights_that_are_exact_in_bfloat16_take_half_the_memory_and_give_the_sa
 @torch.no_grad()
 def test_a_changed_weight_is_packed_anew():
     layer, x = cpu.FewTokensLinear.sharing(nn.Linear(6, 4)), torch.randn(3, 6)
-    for change in ("none", "in place", "other memory"):
-        if change == "in place":
-            layer.weight.mul_(2)
+    for change in ("none", "one number", "not counted", "other memory"):
+        if change == "one number":
+            layer.weight[1, 2] += 1
+        elif change == "not counted":
+            layer.weight.data.mul_(2)
         elif change == "other memory":
             layer.weight.data = torch.randn(4, 6)
         torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
@@ -90,10 +98,14 @@ def test_a_changed_weight_is_packed_anew():
 @torch.no_grad()
 def test_layer_sends_only_1_to_64_tokens_to_the_kernel(calls):
     layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
-    for num_tokens in (0, 1, 2, 64, 65):
-        x = torch.randn(1, num_tokens, 6)
-        torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
-    assert calls == [(1, 1, 6), (1, 2, 6), (1, 64, 6)]
+    for is_exact_in_bf16 in (True, False):
+        layer.weight.copy_(layer.weight.bfloat16() if is_exact_in_bf16 else torch.randn(4, 6))
+        for num_tokens in (0, 1, 2, 64, 65):
+            x = torch.randn(1, num_tokens, 6)
+            torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+    assert calls == [(1, 1, 6), (1, 2, 6), (1, 64, 6), (1, 2, 6), (1, 64, 6)]  # torch is as fast for one token
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, 5))
 
 
 @needs_kernel
@@ -135,16 +147,18 @@ def test_model_stays_as_it_is_where_the_kernel_is_slower(monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.parametrize("capability", ["DEFAULT", torch.backends.cpu.get_cpu_capability()])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("has_threads", [True, False])
+@pytest.mark.parametrize("is_exact_in_bf16", [False, True])
 def test_every_kernel_that_this_processor_can_run_gives_torchs_results(
-    loaded_anew, monkeypatch, capability, has_threads
+    loaded_anew, monkeypatch, capability, has_threads, is_exact_in_bf16
 ):
-    """Also the one that older processors run."""
+    """Also those that older processors run."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if not has_threads:
         monkeypatch.setattr(cpu, "_threads", lambda: None)
     x, weight = torch.randn(11, 577), torch.randn(67, 577)
+    weight = weight.bfloat16().float() if is_exact_in_bf16 else weight
     torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight), rtol=1e-4, atol=1e-3)
 
 

@@ -226,6 +226,7 @@ class _Widener:
         weight = self._like.new_empty(wide.get_parameter("weight").shape)
         if noise:
             weight.normal_(0, _NOISE, generator=self._random)
+            weight.copy_(weight.bfloat16())  # as exact in bfloat16 as the weights of most checkpoints
         else:
             weight.zero_()
         if small is not None:
@@ -269,6 +270,8 @@ def _check_fits(what: str, small: Shape, wide: Shape, rope: Mapping[str, Any]) -
 def _check_room(wide: nn.Module, model: PreTrainedModel) -> None:
     """Raise an error before the process can be killed for lack of memory."""
     needed = sum(parameter.numel() for parameter in wide.parameters()) * model.dtype.itemsize
+    if model.device.type == "cpu" and model.dtype is torch.float32:
+        needed *= 2  # linear layers keep packed copies
     free = free_memory(model.device)
     if free is not None and needed > free:
         raise GraftError(f"a model of that shape takes {needed / 1e9:.1f} GB, and only {free / 1e9:.1f} GB are free")

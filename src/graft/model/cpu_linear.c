@@ -31,6 +31,8 @@
 #define TOKENS 6
 #endif
 #define VECTORS (PANEL / LANES)
+#define SAMPLES 16
+#define SMALL 32768 /* products up to which starting threads takes longer */
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
@@ -126,10 +128,29 @@ static void multiply_own_panels(void *data) {
     multiply_panels(job, panels * thread / num_threads, panels * (thread + 1) / num_threads);
 }
 
-/* w: packed [n][k], x: [m][k], y: [m][n]. threads may be NULL: the caller's thread does all. */
-void graft_linear(
-    const void *w, const float *x, float *y, long n, long k, long m, long is_bfloat16, const Threads *threads) {
+/* Whether some numbers of a weight [n][k], spread over it, are those of its packed copy. */
+static int is_copy_of(const float *weight, const char *w, long n, long k, long is_bfloat16) {
+    for (long sample = 0; sample < SAMPLES && n > 0; sample++) {
+        const long place = (n * k - 1) * sample / (SAMPLES - 1), row = place / k;
+        const long output = row % PANEL, block = (row / PANEL * k + place % k) * PANEL;
+        uint32_t own, copied;
+        memcpy(&own, weight + place, 4);
+        if (is_bfloat16) {
+            memcpy(&copied, w + 2 * block + 4 * (output % (PANEL / 2)), 4);
+            copied = output < PANEL / 2 ? copied << 16 : copied & 0xffff0000u;
+        } else memcpy(&copied, w + 4 * (block + output), 4);
+        if (own != copied) return 0;
+    }
+    return 1;
+}
+
+/* weight: [n][k], w: its packed copy, x: [m][k], y: [m][n]. threads may be NULL: the caller's thread does all, as it
+   does small products. Returns 1, and does nothing, if the weight is seen to have changed since it was packed. */
+int graft_linear(const float *weight, const void *w, const float *x, float *y, long n, long k, long m,
+                 long is_bfloat16, const Threads *threads) {
+    if (!is_copy_of(weight, w, n, k, is_bfloat16)) return 1;
     Job job = {w, x, y, n, k, m, is_bfloat16, threads};
-    if (threads == NULL) multiply_panels(&job, 0, (n + PANEL - 1) / PANEL);
+    if (threads == NULL || n * k * m < SMALL) multiply_panels(&job, 0, (n + PANEL - 1) / PANEL);
     else threads->parallel(multiply_own_panels, &job, 0, 0);
+    return 0;
 }

@@ -27,14 +27,8 @@ from graft.tree.native import compiled
 HERE = Path(__file__).parent
 MAPS = Path("/proc/self/maps")  # files that this process has loaded
 _MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
-_PACKED = WeakTensorKeyDictionary()  # by weight
+_PACKED = WeakTensorKeyDictionary()  # by weight: its version when it was packed, and its copy
 _WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
-
-
-class _Packed(NamedTuple):
-    source: Tensor  # the weight's memory, which no other tensor can get as long as it is kept
-    version: int  # the weight's, when it was packed
-    copy: Tensor
 
 
 class FewTokensLinear(nn.Linear):
@@ -53,7 +47,10 @@ class FewTokensLinear(nn.Linear):
 
 def quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, by the kernel for up to 64 tokens if it can run."""
-    if 0 < input.numel() <= _MAX_TOKENS * weight.shape[1] and _can_run(input, weight):
+    num_inputs = weight.shape[1]
+    is_few = 0 < input.numel() <= _MAX_TOKENS * num_inputs and input.shape[-1] == num_inputs
+    # Torch is as fast with one token and float32 weights.
+    if is_few and _can_run(input, weight) and (input.numel() > num_inputs or pack(weight).dtype is torch.int16):
         return few_tokens_linear(input, weight, bias)
     return linear(input, weight, bias)
 
@@ -66,20 +63,22 @@ def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     sizes = (num_outputs, num_inputs, x.numel() // num_inputs, packed.dtype is torch.int16)
-    kernel.multiply(packed.data_ptr(), x.data_ptr(), out.data_ptr(), *sizes, _threads())
+    if kernel.multiply(weight.data_ptr(), packed.data_ptr(), x.data_ptr(), out.data_ptr(), *sizes, _threads()):
+        del _PACKED[weight]
+        return few_tokens_linear(input, weight, bias)
     return out if bias is None else out.add_(bias)
 
 
 def pack(weight: Tensor) -> Tensor:
     """The packed copy of a weight [outputs, inputs], as `cpu_linear.c` reads it: bfloat16 as int16, or float32.
 
-    It is kept as long as the weight, and made anew if the weight was changed.
+    It is kept as long as the weight, and made anew if torch counted a change of the weight. Changes that torch does not
+    count, as through `.data`, are seen by the kernel, which compares some numbers.
     """
-    known = _PACKED.get(weight)
-    if known is None or known.source.data_ptr() != weight.data_ptr() or known.version != weight._version:
-        source = weight.detach()
-        known = _PACKED[weight] = _Packed(source, weight._version, _pack(source))
-    return known.copy
+    version, packed = _PACKED.get(weight, (None, None))
+    if version != weight._version:
+        version, packed = _PACKED[weight] = weight._version, _pack(weight.detach())
+    return packed
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ def _suits(layer: nn.Linear) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    is_counted = not tensor.is_inference()  # whether `pack` notices changes
+    is_counted = not tensor.is_inference()  # whether torch counts changes
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() and is_counted
 
 
@@ -155,7 +154,7 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
 
 
 class _Kernel(NamedTuple):
-    multiply: Callable[..., None]
+    multiply: Callable[..., int]
     panel: int  # outputs of a panel
 
 
@@ -166,12 +165,13 @@ def _kernel() -> _Kernel | None:
     variant = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     try:
         library = compiled(HERE, f"_cpu_linear{variant}")
-    except GraftError:
+        panel = ctypes.c_long.in_dll(library, "graft_panel").value
+    except (GraftError, ValueError):  # it was not built, or from older sources
         return None
     function: Any = library.graft_linear
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
-    function.restype = None
-    return _Kernel(function, ctypes.c_long.in_dll(library, "graft_panel").value)
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return _Kernel(function, panel)
 
 
 class _Threads(ctypes.Structure):
