@@ -74,9 +74,7 @@ class BlockHead(DraftHead):
 
     def borrow_lm_head(self, weight: Tensor) -> None:
         """Use the target's output weight [vocab, H]."""
-        fitting = self._fitting("lm_head", weight)
-        padded = len(fitting) > self.config.draft_vocab_size
-        self.target_lm_head = fitting[: self.config.draft_vocab_size] if padded else fitting
+        self.target_lm_head = self._fitting("lm_head", weight)[: self.config.draft_vocab_size]
 
     def context(self, features: Tensor, positions: Tensor) -> KeyValue:
         """Keys and values of W committed tokens, for the draft KV cache.
