@@ -49,17 +49,24 @@ def quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """`torch.nn.functional.linear`, by the kernel for up to 64 tokens if it can run."""
     num_inputs = weight.shape[1]
     is_few = 0 < input.numel() <= _MAX_TOKENS * num_inputs and input.shape[-1] == num_inputs
-    # Torch is as fast with one token and float32 weights.
-    if is_few and _can_run(input, weight) and (input.numel() > num_inputs or pack(weight).dtype is torch.int16):
-        return few_tokens_linear(input, weight, bias)
+    if is_few and _can_run(input, weight):
+        packed = pack(weight)
+        # Torch is as fast with one token and float32 weights.
+        if input.numel() > num_inputs or packed.dtype is torch.int16:
+            return few_tokens_linear(input, weight, bias, packed)
     return linear(input, weight, bias)
 
 
-def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` by the kernel, for float32 on a CPU and contiguous weights."""
+def few_tokens_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
+    """`torch.nn.functional.linear` by the kernel, for float32 on a CPU and contiguous weights.
+
+    packed: `pack(weight)`, if the caller has it.
+    """
     kernel = _kernel()
     assert kernel is not None
-    x, packed = input.contiguous(), pack(weight)
+    x, packed = input.contiguous(), pack(weight) if packed is None else packed
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     sizes = (num_outputs, num_inputs, x.numel() // num_inputs, packed.dtype is torch.int16)
@@ -101,7 +108,7 @@ def speed_up(model: nn.Module) -> bool:
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
     if not layers or _kernel() is None or not _is_faster(list(layers.values())):
         for layer in layers.values():
-            _PACKED.pop(layer.weight, None)
+            _PACKED.pop(layer.weight, None)  # some were packed to be timed
         return False
     for name, layer in layers.items():
         model.set_submodule(name, FewTokensLinear.sharing(layer))
