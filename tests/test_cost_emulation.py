@@ -23,7 +23,7 @@ from tiny import BYTE_VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
-WIDE = Shape(layers=9, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16)
+WIDE = Shape(layers=9, hidden=72, intermediate=108, heads=12, kv_heads=3, head_dim=16)
 SPEC = "layers=5,hidden=72,intermediate=96,heads=12,kv_heads=4,head_dim=16"
 
 ROPE = {
@@ -85,7 +85,12 @@ def assert_draft_alike(*pairs, max_new_tokens=16):
     [
         {},
         pytest.param({"norm_before_fc": True, "norm_output": True}, marks=pytest.mark.slow),
-        {"fc_norm": True, "norm_before_residual": True, "own_embedding": True, "sliding_window": 5},
+        {
+            "fc_norm": True,
+            "norm_before_residual": True,
+            "own_embedding": True,
+            "sliding_window": 5,
+        },
     ],
 )
 def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
@@ -104,6 +109,17 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     drafters = Eagle3Drafter(head, SMALL_TREE), Eagle3Drafter(wide_head, SMALL_TREE)
     own, _ = assert_draft_alike((model, drafters[0]), (widened, drafters[1]), max_new_tokens=32)
     assert own.stats.accepted > 0, "some drafts were right"
+
+
+def test_an_mlp_that_is_large_for_its_head_stays_so(model):
+    small = make_head(model)
+    head = Eagle3Head(replace(small.config, intermediate_size=100))
+    head.set_vocabulary(small.target_ids)
+    head.borrow_embedding(model.model.embed_tokens.weight)
+    widened = widen(model, WIDE)
+    wide_head = widen_head(head, WIDE, widened)
+    assert wide_head.config.intermediate_size == 256  # 100 / 32 of 72, as a multiple of 64
+    assert_draft_alike((model, Eagle3Drafter(head, SMALL_TREE)), (widened, Eagle3Drafter(wide_head, SMALL_TREE)))
 
 
 BLOCK_HEADS = {

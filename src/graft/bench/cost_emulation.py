@@ -74,6 +74,8 @@ def widen_head(head: Eagle3Head | BlockHead, shape: Shape, model: LlamaForCausal
     require(config.target_hidden_size == small.hidden, "a head that is not as wide as its target cannot be widened")
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
     sizes["rms_norm_eps"] = config.rms_norm_eps * small.hidden / shape.hidden
+    if small.intermediate * shape.hidden > shape.intermediate * small.hidden:  # an MLP that is larger for its width
+        sizes["intermediate_size"] = 64 * math.ceil(small.intermediate * shape.hidden / small.hidden / 64)
     widener = _Widener(small, shape, like=head.fc.weight)
     wide: Eagle3Head | BlockHead
     if isinstance(head, BlockHead):
