@@ -24,7 +24,6 @@ from graft.train.eagle3 import (
     start_from_target,
     unrolled_attention,
     unrolled_backward,
-    widened,
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
 from graft.train.packing import PackedBatch
@@ -244,31 +243,6 @@ def test_a_plain_eagle3_head_reads_the_three_layers_that_every_engine_reads(answ
     objective, _ = Eagle3Recipe(SETTINGS, is_normed=is_normed).prepare(run)
     config = objective.head.config
     assert (config.target_layers, config.fc_norm, config.norm_output) == (layers, is_normed, is_normed)
-
-
-def test_a_head_with_a_larger_mlp_starts_as_the_head_it_comes_from_and_all_of_it_learns(model, answers):
-    head = make_head(model)
-    size = head.config.intermediate_size + 24
-    wide = widened(head, size)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 7), generator=torch.Generator().manual_seed(3))
-    features = torch.randn(2, 7, head.fc.in_features, generator=torch.Generator().manual_seed(4))
-    positions = torch.arange(7).expand(2, -1)
-    ours, theirs = (each(each.embed(tokens), each.fuse(features), positions)[0] for each in (wide, head))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert torch.equal(wide.target_ids, head.target_ids)
-    before = {name: weight.clone() for name, weight in wide.midlayer.mlp.named_parameters()}
-    objective = Eagle3Objective(wide, model, answers, replace(SETTINGS, learning_rate=0.01))
-    optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
-    for step in range(2):  # the first moves what new neurons are read with, the second what they read
-        optimizer.zero_grad()
-        objective.backward(step)
-        optimizer.step()
-    for name, weight in wide.midlayer.mlp.named_parameters():
-        new = (slice(None), slice(-24, None)) if name == "down_proj.weight" else slice(-24, None)
-        assert weight.shape[0 if name != "down_proj.weight" else 1] == size
-        assert (weight[new] != before[name][new]).any(dim=-1).all(), name
-    with pytest.raises(GraftError, match=f"mlp_size must be at least that of the head to start from, {size}, not 8"):
-        widened(wide, 8)
 
 
 @pytest.mark.parametrize("size", [40, 30])

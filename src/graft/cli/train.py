@@ -55,7 +55,6 @@ EAGLE3: Group = {
         "normed",
         flag="--normed/--plain",
     ),
-    "mlp_size": _eagle3(int, "Neurons of the head's MLP.", "those of the model's layers, or of --start-from"),
     "unroll": _eagle3(int, "Draft depths to train.", "5"),
     "step_weight": _eagle3(float, "Loss weight of each depth relative to the one before.", "0.8"),
     "greedy_weight": _eagle3(
@@ -209,8 +208,7 @@ def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
     from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
     if kind == "eagle3":
-        names = ("draft_vocab_size", "is_normed", "start_from", "mlp_size")
-        own = {name: of_kind.pop(name) for name in names if name in of_kind}
+        own = {name: of_kind.pop(name) for name in ("draft_vocab_size", "is_normed", "start_from") if name in of_kind}
         return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **own)
     count = of_kind.get("num_layers", 1)
     require(count >= 1, f"--layers must be at least 1, not {count}")

@@ -7,7 +7,7 @@ true entries up to there and then to the head's own. All steps learn the target'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,39 +89,13 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
     for name, weight in ((n.removeprefix(last_layer), w) for n, w in target.items() if n.startswith(last_layer)):
         if name not in own:
             continue
-        if name.startswith("mlp."):
-            _fill_mlp(own[name], weight)
-        elif own[name].shape == weight.shape:
+        if own[name].shape == weight.shape:
             own[name].copy_(weight)
         elif own[name].shape == (weight.shape[0], 2 * weight.shape[1]):  # q, k, v: the half that reads the hidden
             own[name].normal_(0, 0.02)
             own[name][:, weight.shape[1] :] = weight
     own["hidden_norm.weight"].copy_(own["input_layernorm.weight"])
     own["input_layernorm.weight"].fill_(1.0)  # it normalizes embeddings, which the target's layer never reads
-
-
-@torch.no_grad()
-def widened(head: Eagle3Head, size: int) -> Eagle3Head:
-    """A head with `size` neurons in its MLP that drafts what `head` drafts: new neurons have no effect yet."""
-    own = head.config.intermediate_size
-    require(size >= own, f"mlp_size must be at least that of the head to start from, {own}, not {size}")
-    wide = Eagle3Head(replace(head.config, intermediate_size=size)).to(head.fc.weight)
-    saved = head.state_dict()
-    for name, weight in wide.state_dict().items():
-        if ".mlp." in name:
-            _fill_mlp(weight, saved[name])
-        else:
-            weight.copy_(saved[name])
-    if head.target_embedding is not None:
-        wide.borrow_embedding(head.target_embedding)
-    return wide
-
-
-def _fill_mlp(own: Tensor, weight: Tensor) -> None:
-    """Copy the weight of an MLP to one with more or fewer neurons. New ones are not seen by what reads them."""
-    rows, columns = min(len(own), len(weight)), min(own.shape[1], weight.shape[1])
-    own[:, columns:] = 0
-    own[:rows, :columns] = weight[:rows, :columns]
 
 
 class Eagle3Objective:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from graft.data import user_message
 from graft.engine import Engine
 from graft.progress import Report
-from graft.settings import check_size, require
+from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
 from graft.train import block as block_training
 from graft.train import card
@@ -95,11 +95,6 @@ class Eagle3Recipe:
     draft_vocab_size: int | None = None  # None: enough for almost all tokens of the answers
     is_normed: bool = True  # as in EAGLE-3.1: norms of features and output, so that accuracy hardly falls with depth
     start_from: Path | None = None  # a head to train further, instead of a new one
-    mlp_size: int | None = None  # neurons of the MLP. None: as many as the target's layers, or the head to start from
-
-    def __post_init__(self) -> None:
-        if self.mlp_size is not None:
-            check_size("mlp_size", self.mlp_size)
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
         model = run.engine.target.model
@@ -117,16 +112,13 @@ class Eagle3Recipe:
         num_layers = model.config.get_text_config().num_hidden_layers
         if self.is_normed and num_layers >= 2 * _NUM_TAPS:  # smaller targets keep EAGLE-3's three layers
             changes["target_layers"] = block.default_target_layers(num_layers, _NUM_TAPS)
-        if self.mlp_size is not None:
-            changes["intermediate_size"] = self.mlp_size
         return new_eagle3_head(model, draft_vocabulary(counts, size), **changes)
 
     def _saved_head(self, model: PreTrainedModel, path: Path) -> eagle3.Eagle3Head:
         fixed = self.draft_vocab_size is None and self.is_normed
         require(fixed, "a head that is trained further keeps its draft vocabulary and norms: drop their options")
         embedding: Any = model.get_input_embeddings().weight
-        head = eagle3.load_head(path, model.config, torch.float32, model.device, embedding.detach())
-        return head if self.mlp_size is None else eagle3_training.widened(head, self.mlp_size)
+        return eagle3.load_head(path, model.config, torch.float32, model.device, embedding.detach())
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, eagle3.Eagle3Head)
