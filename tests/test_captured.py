@@ -29,11 +29,12 @@ from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
 from graft.model.captures import CaptureError, Captures
+from graft.model.fusable import why_not
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE
-from graft.model.llama import FastLayers, why_not
+from graft.model.llama import FastLayers
 from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk
 from graft.tree.tree import DraftTree
@@ -580,7 +581,7 @@ def test_weights_that_move_are_found_again(plain, prefix_cache):
     assert changed != expected
     model.lm_head.weight.data.neg_()
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    assert fast_layers.why_not(model) is None
+    assert why_not(model) is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")

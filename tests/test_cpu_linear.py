@@ -29,7 +29,7 @@ needs_kernel = pytest.mark.skipif(not has_kernel(), reason="the kernel was not b
 @pytest.fixture
 def loaded_anew(monkeypatch):
     """The kernel is loaded at every call."""
-    monkeypatch.setattr(cpu, "_kernel", cpu._kernel.__wrapped__)
+    monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_every_kernel_that_this_processor_can_run_gives_torchs_results(
     """Also those that older processors run."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if not has_threads:
-        monkeypatch.setattr(cpu, "_threads", lambda: None)
+        monkeypatch.setattr(cpu, "threads", lambda: None)
     x, weight = torch.randn(11, 577), torch.randn(67, 577)
     weight = weight.bfloat16().float() if is_exact_in_bf16 else weight
     torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight), rtol=1e-4, atol=1e-3)

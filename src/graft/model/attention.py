@@ -90,6 +90,10 @@ class Visibility:
         return cls(rows, dtype)
 
     @property
+    def rows(self) -> Sequence[RowKeys]:
+        return self._rows
+
+    @property
     def end(self) -> int:
         """The first slot after all keys that are seen."""
         return max(row.end for row in self._rows)
@@ -139,10 +143,11 @@ class RowKeys:
         the step's; None: the last n. These tensors are on the host. device: where the keys are.
         """
         self.count, self.seen, self.device = len(seen), seen, device
+        self.length = length
         self.positions = torch.cat([torch.arange(length), length + depths])
         self.own_positions = self.positions[-self.count :] if own is None else length + depths[own]
         num_keys = len(self.positions)
-        pages = row.pages[: -(-num_keys // PAGE)]
+        pages = self.pages = row.pages[: -(-num_keys // PAGE)]
         self.end = PAGE * (max(pages) + 1)
         # Consecutive pages are read in place.
         self._slice = slice(pages[0] * PAGE, pages[0] * PAGE + num_keys)

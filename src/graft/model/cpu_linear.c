@@ -154,3 +154,5 @@ int graft_linear(const float *weight, const void *w, const float *x, float *y, l
     else threads->parallel(multiply_own_panels, &job, 0, 0);
     return 0;
 }
+
+#include "cpu_layers.c"

@@ -26,7 +26,7 @@ from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
 MAPS = Path("/proc/self/maps")  # files that this process has loaded
-_MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
+MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
 _PACKED = WeakTensorKeyDictionary()  # by weight: its version when it was packed, and its copy
 _WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
 
@@ -48,8 +48,8 @@ class FewTokensLinear(nn.Linear):
 def quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, by the kernel for up to 64 tokens if it can run."""
     num_inputs = weight.shape[1]
-    is_few = 0 < input.numel() <= _MAX_TOKENS * num_inputs and input.shape[-1] == num_inputs
-    if is_few and _can_run(input, weight):
+    is_few = 0 < input.numel() <= MAX_TOKENS * num_inputs and input.shape[-1] == num_inputs
+    if is_few and can_run(input, weight):
         packed = pack(weight)
         # Torch is as fast with one token and float32 weights.
         if input.numel() > num_inputs or packed.dtype is torch.int16:
@@ -64,13 +64,13 @@ def few_tokens_linear(
 
     packed: `pack(weight)`, if the caller has it.
     """
-    kernel = _kernel()
+    kernel = library()
     assert kernel is not None
     x, packed = input.contiguous(), pack(weight) if packed is None else packed
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     sizes = (num_outputs, num_inputs, x.numel() // num_inputs, packed.dtype is torch.int16)
-    if kernel.multiply(weight.data_ptr(), packed.data_ptr(), x.data_ptr(), out.data_ptr(), *sizes, _threads()):
+    if kernel.multiply(weight.data_ptr(), packed.data_ptr(), x.data_ptr(), out.data_ptr(), *sizes, threads()):
         del _PACKED[weight]
         return few_tokens_linear(input, weight, bias)
     return out if bias is None else out.add_(bias)
@@ -89,7 +89,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    kernel = _kernel()
+    kernel = library()
     assert kernel is not None
     num_inputs = weight.shape[1]
     panels = pad(weight, (0, 0, 0, -len(weight) % kernel.panel))
@@ -106,7 +106,7 @@ def speed_up(model: nn.Module) -> bool:
     The packed copies take half the memory of the weights, or as much if the weights are not exact in bfloat16.
     """
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
-    if not layers or _kernel() is None or not _is_faster(list(layers.values())):
+    if not layers or library() is None or not _is_faster(list(layers.values())):
         for layer in layers.values():
             _PACKED.pop(layer.weight, None)  # some were packed to be timed
         return False
@@ -128,7 +128,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() and is_counted
 
 
-def _can_run(input: Tensor, weight: Tensor) -> bool:
+def can_run(input: Tensor, weight: Tensor) -> bool:
     """Whether the kernel can run: inference, no autocast, and weights still float32 on a CPU."""
     return (
         not torch.is_grad_enabled()
@@ -138,7 +138,7 @@ def _can_run(input: Tensor, weight: Tensor) -> bool:
         and input.dtype is torch.float32
         and input.device.type == "cpu"
         and _is_plain(weight)
-        and _kernel() is not None  # a model may have been copied to a machine without the kernel
+        and library() is not None  # a model may have been copied to a machine without the kernel
     )
 
 
@@ -160,25 +160,33 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
     return ours < _WORTH_IT * theirs
 
 
-class _Kernel(NamedTuple):
+class Library(NamedTuple):
+    """Functions of the compiled library."""
+
     multiply: Callable[..., int]
+    run_layers: Callable[..., int]
+    scratch_size: Callable[..., int]
     panel: int  # outputs of a panel
+    page: int  # tokens of a page of the KV cache
 
 
 @cache
-def _kernel() -> _Kernel | None:
-    """The kernel for this processor; None if it was not built."""
+def library() -> Library | None:
+    """The library for this processor; None if it was not built."""
     # Torch detects the CPU. Only x86 has variants.
     variant = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     try:
-        library = compiled(HERE, f"_cpu_linear{variant}")
-        panel = ctypes.c_long.in_dll(library, "graft_panel").value
-    except (GraftError, ValueError):  # it was not built, or from older sources
+        loaded: Any = compiled(HERE, f"_cpu_linear{variant}")
+        panel, page = (ctypes.c_long.in_dll(loaded, name).value for name in ("graft_panel", "graft_page"))
+        multiply, run_layers, scratch_size = loaded.graft_linear, loaded.graft_layers, loaded.graft_layers_scratch
+    except (GraftError, ValueError, AttributeError):  # it was not built, or from older sources
         return None
-    function: Any = library.graft_linear
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return _Kernel(function, panel)
+    multiply.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
+    run_layers.argtypes = [ctypes.c_void_p] * 3
+    scratch_size.argtypes = [ctypes.c_void_p, ctypes.c_long]
+    multiply.restype = run_layers.restype = ctypes.c_int
+    scratch_size.restype = ctypes.c_long
+    return Library(multiply, run_layers, scratch_size, panel, page)
 
 
 class _Threads(ctypes.Structure):
@@ -186,15 +194,15 @@ class _Threads(ctypes.Structure):
 
 
 @cache
-def _threads() -> Any:
+def threads() -> Any:
     """Thread functions of the OpenMP library that torch has loaded; None if there is none.
 
     All OpenMP libraries have them under these names.
     """
     for path in _openmp_libraries():
         try:
-            library = ctypes.CDLL(path)  # already loaded: this returns the same library
-            functions = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
+            loaded = ctypes.CDLL(path)  # already loaded: this returns the same library
+            functions = (loaded.GOMP_parallel, loaded.omp_get_thread_num, loaded.omp_get_num_threads)
         except (OSError, AttributeError):
             continue
         return ctypes.byref(_Threads(*(ctypes.cast(function, ctypes.c_void_p) for function in functions)))

@@ -32,13 +32,14 @@ from graft.model.captures import (
     pinned_zeros,
     round_up,
 )
+from graft.model.fusable import hooked_module, why_not
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
-from graft.model.llama import FastLayers, Rotary, hooked_module, why_not
+from graft.model.llama import FastLayers, Rotary
 from graft.model.runner import TargetRunner, concat_hidden, outputs_of
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, VerifyOutput

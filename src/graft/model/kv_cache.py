@@ -524,6 +524,12 @@ class KVCache(Cache):
         """Set the slots [T] of the next forward's tokens."""
         self._slots = slots
 
+    @property
+    def written(self) -> Tensor:
+        """The slots [T] that the next forward writes."""
+        assert self._slots is not None
+        return self._slots
+
     def read_until(self, end: int) -> None:
         """Hide slots from `end` on, because latent attention would expand all slots that it gets."""
         self._end = end

@@ -1,0 +1,448 @@
+/* Decoder layers of Llama-like models for few tokens, by the products of `cpu_linear.c`, which includes this file.
+
+   Each operation rounds as transformers' modules do, up to the order of sums. A token's result does not depend on the
+   other tokens of the step, except through the keys and values that it sees. */
+
+#include <math.h>
+
+#define PAGE 64    /* tokens of a page of the KV cache */
+#define QUERIES 4  /* that read a key together */
+#define TOGETHER 32 /* queries that read a page together: a multiple of QUERIES */
+#define MAX_DIM 256
+
+/* Keys of which the products with all queries fit into the registers of a processor. */
+#if LANES == 16 || defined(__aarch64__)
+#define KEYS 4
+#else
+#define KEYS 2
+#endif
+
+/* Lanes of two vectors by their numbers; the second's begin at LANES. */
+#if defined(__clang__)
+static inline vec pick(vec a, vec b, words lanes) {
+    vec picked;
+    UNROLL for (int i = 0; i < LANES; i++) picked[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return picked;
+}
+#else
+#define pick __builtin_shuffle
+#endif
+
+const long graft_page = PAGE;
+
+typedef struct {
+    const float *weight;  /* [n][k] */
+    const void *w;        /* its packed copy */
+    long n, k, is_bfloat16;
+} Matrix;
+
+typedef struct { /* the order is that of `cpu_layers.py`, as in the structures below */
+    Matrix q, k, v, o, gate, up, down;
+    const float *q_bias, *k_bias, *v_bias;      /* may be NULL */
+    const float *input_norm, *attention_norm;   /* [hidden] */
+    const float *q_norm, *k_norm;               /* [head_dim]; may be NULL */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *norm; /* the last one */
+    long num_layers, hidden, heads, kv_heads, head_dim, neurons;
+    double eps, head_eps, scale;
+} Model;
+
+typedef struct {
+    long first, count;        /* the row's tokens in this step */
+    long length, num_own;     /* keys that all its tokens see; further keys, of which they see some */
+    const int64_t *pages;     /* of all keys */
+    const uint8_t *seen;      /* [count][num_own] */
+} Row;
+
+typedef struct {
+    const Row *rows;
+    long num_rows, num_tokens;
+    float *stream;            /* [tokens][hidden]: embeddings; overwritten */
+    const float *cos, *sin;   /* [tokens][head_dim] */
+    const int64_t *slots;     /* [tokens] */
+    float *keys, *values;     /* [layers][slots][kv_heads][head_dim] */
+    long layer_stride;        /* numbers of a layer in them */
+    const int64_t *taps;      /* layers whose inputs are wanted; num_layers means the normed output */
+    long num_taps;
+    float *tapped;            /* [tokens][taps][hidden] */
+    float *out;               /* [tokens][hidden] normed output */
+    float *scratch;           /* see graft_layers_scratch */
+} Step;
+
+typedef struct {
+    const Model *model;
+    const Step *step;
+    const Threads *threads;
+    float *normed, *q, *k, *v, *attended, *gate, *up;
+    /* What the threads do now: */
+    Job jobs[3];
+    long num_jobs, is_gated;
+    const float *keys, *values;
+} State;
+
+/* e to the x, exact to the last bit or two; 0 below -87, and that of 88 above. */
+static inline vec exp_of(vec x) {
+    const vec zero = {0};
+    const words too_small = (words)(x < zero - 87.0f);
+    const words too_large = (words)(x > zero + 88.0f);
+    x = (vec)(((words)x & ~too_small & ~too_large) | ((words)(zero - 87.0f) & too_small) | ((words)(zero + 88.0f) & too_large));
+    const vec shifted = x * 1.44269504f + 12582912.0f; /* the low bits are those of the rounded sum */
+    const vec n = shifted - 12582912.0f;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = r * 1.3888889e-3f + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const vec power = (vec)(((words)shifted << 23) + 0x3f800000u);
+    return (vec)((words)(p * power) & ~too_small);
+}
+
+static inline float sum_of(vec x) {
+    float each[LANES];
+    memcpy(each, &x, sizeof each);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) each[i] += each[i + half];
+    return each[0];
+}
+
+static float inverse_norm(const float *x, long size, double eps) {
+    vec sums = {0};
+    long i = 0;
+    float rest = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const vec part = *(const vec *)(x + i);
+        sums += part * part;
+    }
+    for (; i < size; i++) rest += x[i] * x[i];
+    return 1.0f / sqrtf((sum_of(sums) + rest) / (float)size + (float)eps);
+}
+
+static void norm_into(float *out, const float *x, const float *weight, long size, double eps) {
+    const float inverse = inverse_norm(x, size, eps);
+    for (long i = 0; i < size; i++) out[i] = weight[i] * (x[i] * inverse);
+}
+
+static void run(const State *state, void (*stage)(void *), long is_large) {
+    if (is_large && state->threads != NULL) state->threads->parallel(stage, (void *)state, 0, 0);
+    else {
+        State alone = *state;
+        alone.threads = NULL;
+        stage(&alone);
+    }
+}
+
+/* This thread's part of `count` things. */
+static void share_of(const State *state, long count, long *first, long *last) {
+    const long thread = state->threads ? state->threads->thread_num() : 0;
+    const long num_threads = state->threads ? state->threads->num_threads() : 1;
+    *first = count * thread / num_threads;
+    *last = count * (thread + 1) / num_threads;
+}
+
+static Job job_of(const Matrix *matrix, const float *x, float *y, long m) {
+    return (Job){matrix->w, x, y, matrix->n, matrix->k, m, matrix->is_bfloat16, NULL};
+}
+
+static long panels_of(const Job *job) { return (job->n + PANEL - 1) / PANEL; }
+
+static void activate(const Job *gate, const Job *up, long first, long last) {
+    const long begin = first * PANEL, end = last * PANEL < gate->n ? last * PANEL : gate->n;
+    for (long t = 0; t < gate->m; t++) {
+        float *g = gate->y + t * gate->n;
+        const float *u = up->y + t * gate->n;
+        long i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const vec x = *(vec *)(g + i), zero = {0};
+            *(vec *)(g + i) = x / (exp_of(zero - x) + 1.0f) * *(const vec *)(u + i);
+        }
+        for (; i < end; i++) {
+            vec x = {0};
+            x[0] = g[i];
+            const vec zero = {0};
+            g[i] = (x / (exp_of(zero - x) + 1.0f))[0] * u[i];
+        }
+    }
+}
+
+static void multiply_share(void *data) {
+    const State *state = data;
+    long total = 0, first, last, before = 0;
+    const long num_jobs = state->is_gated ? 1 : state->num_jobs;
+    for (long j = 0; j < num_jobs; j++) total += panels_of(&state->jobs[j]);
+    share_of(state, total, &first, &last);
+    for (long j = 0; j < num_jobs; j++) {
+        const long panels = panels_of(&state->jobs[j]);
+        const long begin = first > before ? first - before : 0, end = last - before < panels ? last - before : panels;
+        if (begin < end) {
+            multiply_panels(&state->jobs[j], begin, end);
+            if (state->is_gated) {
+                multiply_panels(&state->jobs[1], begin, end);
+                activate(&state->jobs[0], &state->jobs[1], begin, end);
+            }
+        }
+        before += panels;
+    }
+}
+
+static void multiply_all(State *state, long num_jobs, long is_gated) {
+    long work = 0;
+    state->num_jobs = num_jobs, state->is_gated = is_gated;
+    for (long j = 0; j < num_jobs; j++) work += state->jobs[j].n * state->jobs[j].k * state->jobs[j].m;
+    run(state, multiply_share, work >= SMALL);
+}
+
+/* Half as many vectors, with the sums of two lanes each. A macro, because the lanes' numbers must be constants. */
+#define HALVE(STEP)                                                            \
+    if (STEP < LANES) {                                                        \
+        words low, high;                                                       \
+        UNROLL for (int i = 0; i < LANES; i++) {                               \
+            low[i] = (uint32_t)(i & STEP ? LANES + i - STEP : i);              \
+            high[i] = (uint32_t)(i & STEP ? LANES + i : i + STEP);             \
+        }                                                                      \
+        UNROLL for (int i = 0; i < LANES / (2 * STEP); i++)                    \
+            x[i] = pick(x[2 * i], x[2 * i + 1], low) + pick(x[2 * i], x[2 * i + 1], high); \
+    }
+
+/* Lane i of the result is the sum of x[i]. Overwrites x. */
+static inline vec sums_of(vec x[LANES]) {
+    HALVE(1) HALVE(2) HALVE(4) HALVE(8)
+    return x[0];
+}
+
+/* Products of QUERIES queries and `count` keys. */
+static void score(const float *const *queries, const float *keys, long stride, long count, long dim,
+                  float scores[QUERIES][PAGE]) {
+    for (long j = 0; j < count; j += KEYS) {
+        const float *key[KEYS];
+        UNROLL for (int n = 0; n < KEYS; n++) key[n] = keys + (j + n < count ? j + n : count - 1) * stride;
+        vec products[QUERIES * KEYS];
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p] = (vec){0};
+        long d = 0;
+        for (; d + LANES <= dim; d += LANES) {
+            vec parts[KEYS];
+            UNROLL for (int n = 0; n < KEYS; n++) parts[n] = *(const vec *)(key[n] + d);
+            UNROLL for (int i = 0; i < QUERIES; i++) {
+                const vec query = *(const vec *)(queries[i] + d);
+                UNROLL for (int n = 0; n < KEYS; n++) products[i * KEYS + n] += parts[n] * query;
+            }
+        }
+        for (; d < dim; d++) {
+            UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p][0] += key[p % KEYS][d] * queries[p / KEYS][d];
+        }
+        float sums[QUERIES * KEYS];
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p += LANES) *(vec *)(sums + p) = sums_of(products + p);
+        UNROLL for (int i = 0; i < QUERIES; i++) memcpy(scores[i] + j, sums + i * KEYS, KEYS * sizeof(float));
+    }
+}
+
+/* Add values, weighted, to the sums of QUERIES queries. */
+static void add_values(float weights[QUERIES][PAGE], const float *values, long stride, long count, long dim,
+                       float sums[QUERIES][MAX_DIM]) {
+    long d = 0;
+    for (; d + LANES * KEYS <= dim; d += LANES * KEYS) {
+        vec parts[QUERIES][KEYS];
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p++)
+            parts[p / KEYS][p % KEYS] = *(const vec *)(sums[p / KEYS] + d + p % KEYS * LANES);
+        for (long j = 0; j < count; j++) {
+            vec value[KEYS];
+            UNROLL for (int n = 0; n < KEYS; n++) value[n] = *(const vec *)(values + j * stride + d + n * LANES);
+            UNROLL for (int i = 0; i < QUERIES; i++) {
+                UNROLL for (int n = 0; n < KEYS; n++) parts[i][n] += value[n] * weights[i][j];
+            }
+        }
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p++)
+            *(vec *)(sums[p / KEYS] + d + p % KEYS * LANES) = parts[p / KEYS][p % KEYS];
+    }
+    for (long j = 0; j < count; j++)
+        for (int i = 0; i < QUERIES; i++)
+            for (long rest = d; rest < dim; rest++) sums[i][rest] += values[j * stride + rest] * weights[i][j];
+}
+
+/* Turn the scores of a page into weights, and scale what was summed of former pages down to the new maximum. */
+static void softmax(float scores[PAGE], long count, long dim, float *highest, float *total, float sums[MAX_DIM]) {
+    float most = *highest;
+    for (long j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
+    for (long j = count; j < PAGE; j++) scores[j] = -INFINITY;
+    if (most == -INFINITY) {
+        memset(scores, 0, PAGE * sizeof(float));
+        return;
+    }
+    vec change = {0}, added = {0};
+    change[0] = *highest - most;
+    const float factor = *highest == -INFINITY ? 0 : exp_of(change)[0];
+    for (long j = 0; j < PAGE; j += LANES) {
+        vec *part = (vec *)(scores + j);
+        *part = exp_of(*part - most);
+        added += *part;
+    }
+    *total = *total * factor + sum_of(added);
+    *highest = most;
+    if (factor != 1)
+        for (long d = 0; d < dim; d++) sums[d] *= factor;
+}
+
+/* Attention of up to TOGETHER queries of one row, which share a key head, by pages of keys. */
+static void attend(const State *state, const Row *row, long kv_head, long first, long num_queries) {
+    const Model *model = state->model;
+    const long dim = model->head_dim, group = model->heads / model->kv_heads, stride = model->kv_heads * dim;
+    const long num_keys = row->length + row->num_own;
+    const float *queries[TOGETHER];
+    const uint8_t *seen[TOGETHER];
+    float *outs[TOGETHER], highest[TOGETHER], totals[TOGETHER], scores[QUERIES][PAGE], sums[TOGETHER][MAX_DIM];
+    for (long i = 0; i < TOGETHER; i++) { /* surplus ones repeat the last */
+        const long query = first + (i < num_queries ? i : num_queries - 1), token = query / group;
+        const long at = (row->first + token) * model->heads * dim + (kv_head * group + query % group) * dim;
+        queries[i] = state->q + at, outs[i] = state->attended + at, seen[i] = row->seen + token * row->num_own;
+        highest[i] = -INFINITY, totals[i] = 0;
+        memset(sums[i], 0, (size_t)dim * sizeof(float));
+    }
+    for (long start = 0; start < num_keys; start += PAGE) {
+        const long count = num_keys - start < PAGE ? num_keys - start : PAGE;
+        const long at = row->pages[start / PAGE] * PAGE * stride + kv_head * dim;
+        for (long block = 0; block < num_queries; block += QUERIES) {
+            score(queries + block, state->keys + at, stride, count, dim, scores);
+            for (long i = 0; i < QUERIES; i++) {
+                const uint8_t *sees = seen[block + i];
+                for (long j = 0; j < count; j++) scores[i][j] *= (float)model->scale;
+                for (long j = row->length > start ? row->length - start : 0; j < count; j++)
+                    if (!sees[start + j - row->length]) scores[i][j] = -INFINITY;
+                softmax(scores[i], count, dim, &highest[block + i], &totals[block + i], sums[block + i]);
+            }
+            add_values(scores, state->values + at, stride, count, dim, sums + block);
+        }
+    }
+    for (long i = 0; i < num_queries; i++)
+        for (long d = 0; d < dim; d++) outs[i][d] = sums[i][d] / totals[i];
+}
+
+static void attend_share(void *data) {
+    const State *state = data;
+    const Step *step = state->step;
+    const long group = state->model->heads / state->model->kv_heads;
+    long total = 0, first, last, before = 0;
+    for (long r = 0; r < step->num_rows; r++)
+        total += (step->rows[r].count * group + QUERIES - 1) / QUERIES * state->model->kv_heads;
+    share_of(state, total, &first, &last);
+    for (long r = 0; r < step->num_rows && before < last; r++) {
+        const Row *row = &step->rows[r];
+        const long num_queries = row->count * group, blocks = (num_queries + QUERIES - 1) / QUERIES;
+        for (long head = 0; head < state->model->kv_heads; head++, before += blocks) {
+            const long begin = first > before ? first - before : 0;
+            const long end = (last - before < blocks ? last - before : blocks) * QUERIES;
+            for (long query = begin * QUERIES; query < end && query < num_queries; query += TOGETHER) {
+                const long stop = query + TOGETHER < end ? query + TOGETHER : end;
+                attend(state, row, head, query, (stop < num_queries ? stop : num_queries) - query);
+            }
+        }
+    }
+}
+
+/* Norm, if there is one, and rotate heads [heads][dim] of a token. */
+static void rotate(float *x, long heads, long dim, const float *norm, double eps, const float *cos, const float *sin) {
+    const long half = dim / 2;
+    for (long head = 0; head < heads; head++, x += dim) {
+        if (norm != NULL) norm_into(x, x, norm, dim, eps);
+        for (long d = 0; d < half; d++) {
+            const float a = x[d], b = x[d + half];
+            x[d] = a * cos[d] - b * sin[d];
+            x[d + half] = b * cos[d + half] + a * sin[d + half];
+        }
+    }
+}
+
+static void add(float *x, const float *y, long size) {
+    for (long i = 0; i < size; i++) x[i] += y[i];
+}
+
+static void run_layer(State *state, long number) {
+    const Model *model = state->model;
+    const Step *step = state->step;
+    const Layer *layer = &model->layers[number];
+    const long m = step->num_tokens, hidden = model->hidden, dim = model->head_dim;
+    const long size = model->heads * dim, kv_size = model->kv_heads * dim;
+    float *keys = step->keys + number * step->layer_stride, *values = step->values + number * step->layer_stride;
+
+    for (long t = 0; t < m; t++)
+        norm_into(state->normed + t * hidden, step->stream + t * hidden, layer->input_norm, hidden, model->eps);
+    state->jobs[0] = job_of(&layer->q, state->normed, state->q, m);
+    state->jobs[1] = job_of(&layer->k, state->normed, state->k, m);
+    state->jobs[2] = job_of(&layer->v, state->normed, state->v, m);
+    multiply_all(state, 3, 0);
+    for (long t = 0; t < m; t++) {
+        float *q = state->q + t * size, *k = state->k + t * kv_size, *v = state->v + t * kv_size;
+        const float *cos = step->cos + t * dim, *sin = step->sin + t * dim;
+        if (layer->q_bias != NULL) add(q, layer->q_bias, size);
+        if (layer->k_bias != NULL) add(k, layer->k_bias, kv_size);
+        if (layer->v_bias != NULL) add(v, layer->v_bias, kv_size);
+        rotate(q, model->heads, dim, layer->q_norm, model->head_eps, cos, sin);
+        rotate(k, model->kv_heads, dim, layer->k_norm, model->head_eps, cos, sin);
+        memcpy(keys + step->slots[t] * kv_size, k, (size_t)kv_size * sizeof(float));
+        memcpy(values + step->slots[t] * kv_size, v, (size_t)kv_size * sizeof(float));
+    }
+    state->keys = keys, state->values = values;
+    run(state, attend_share, 1);
+    state->jobs[0] = job_of(&layer->o, state->attended, state->normed, m);
+    multiply_all(state, 1, 0);
+    for (long t = 0; t < m; t++) {
+        float *stream = step->stream + t * hidden, *normed = state->normed + t * hidden;
+        add(stream, normed, hidden);
+        norm_into(normed, stream, layer->attention_norm, hidden, model->eps);
+    }
+    state->jobs[0] = job_of(&layer->gate, state->normed, state->gate, m);
+    state->jobs[1] = job_of(&layer->up, state->normed, state->up, m);
+    multiply_all(state, 2, 1);
+    state->jobs[0] = job_of(&layer->down, state->gate, state->normed, m);
+    multiply_all(state, 1, 0);
+    add(step->stream, state->normed, m * hidden);
+}
+
+/* Numbers of scratch memory for a step of so many tokens. */
+long graft_layers_scratch(const Model *model, long num_tokens) {
+    const long size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
+    return num_tokens * (model->hidden + 2 * size + 2 * kv_size + 2 * model->neurons);
+}
+
+static int is_current(const Matrix *matrix) {
+    return is_copy_of(matrix->weight, matrix->w, matrix->n, matrix->k, matrix->is_bfloat16);
+}
+
+/* Run all layers and the last norm. Returns 1, and does nothing, if a weight is seen to have changed since it was
+   packed. threads may be NULL. */
+int graft_layers(const Model *model, const Step *step, const Threads *threads) {
+    for (long i = 0; i < model->num_layers; i++) {
+        const Layer *layer = &model->layers[i];
+        const Matrix *all[] = {&layer->q, &layer->k, &layer->v, &layer->o, &layer->gate, &layer->up, &layer->down};
+        for (int j = 0; j < 7; j++)
+            if (!is_current(all[j])) return 1;
+    }
+    const long m = step->num_tokens, hidden = model->hidden;
+    const long size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
+    State state = {model, step, threads};
+    state.normed = step->scratch;
+    state.q = state.normed + m * hidden;
+    state.attended = state.q + m * size;
+    state.k = state.attended + m * size;
+    state.v = state.k + m * kv_size;
+    state.gate = state.v + m * kv_size;
+    state.up = state.gate + m * model->neurons;
+    for (long number = 0; number <= model->num_layers; number++) {
+        const float *source = step->stream;
+        if (number == model->num_layers) {
+            for (long t = 0; t < m; t++)
+                norm_into(step->out + t * hidden, step->stream + t * hidden, model->norm, hidden, model->eps);
+            source = step->out;
+        }
+        for (long i = 0; i < step->num_taps; i++)
+            if (step->taps[i] == number)
+                for (long t = 0; t < m; t++)
+                    memcpy(step->tapped + (t * step->num_taps + i) * hidden, source + t * hidden,
+                           (size_t)hidden * sizeof(float));
+        if (number < model->num_layers) run_layer(&state, number);
+    }
+    return 0;
+}

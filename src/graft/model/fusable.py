@@ -1,0 +1,101 @@
+"""Whether a model's decoder layers are those that our fused layers compute: on a GPU `llama`, on a CPU `cpu_layers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+_FAMILIES = {
+    LlamaForCausalLM: "Llama",
+    MistralForCausalLM: "Mistral",
+    Qwen2ForCausalLM: "Qwen2",
+    Qwen3ForCausalLM: "Qwen3",
+}
+_QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks, idle unless outputs are recorded
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the text's length
+MAX_HEAD_DIM = 256
+MAX_HIDDEN = 16384  # the largest hidden size that a program of the norm kernel holds
+
+
+def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str | None:
+    """The reason why a model cannot run in fused layers; None if it can. linear: the type of its linear layers."""
+    family = _FAMILIES.get(type(model))
+    if family is None:
+        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}"
+    if (touched := hooked_module(model)) is not None:
+        return f"{touched} has a hook or a forward of its own"
+    parts: Any = model
+    config = model.config
+    parameters = list(model.parameters())
+    kinds = {(p.device, p.dtype) for p in parameters}
+    if len(kinds) > 1 or parameters[0].dtype not in DTYPES or any(type(p) is not nn.Parameter for p in parameters):
+        return "its weights have several dtypes or devices, or an unsupported type"
+    rotary = parts.model.rotary_emb
+    if rotary.rope_type not in STEADY_ROPES:
+        return f"its rotary positions are of type {rotary.rope_type}"
+    head_dim = parts.model.layers[0].self_attn.head_dim
+    if head_dim > MAX_HEAD_DIM or 2 * rotary.inv_freq.numel() != head_dim or config.hidden_size > MAX_HIDDEN:
+        return "its heads, rotary positions or hidden states are of an unusual size"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}"
+    own = type(model).__module__
+    expected = {
+        parts.model.norm: "RMSNorm",
+        rotary: "RotaryEmbedding",
+        **{module: name for layer in parts.model.layers for module, name in _parts_of(layer).items()},
+    }
+    for module, name in expected.items():
+        if type(module).__module__ != own or type(module).__name__ != family + name:
+            return f"it has a {type(module).__name__} in place of a {family + name}"
+    plain = [parts.lm_head, *(p for layer in parts.model.layers for p in _products(layer))]
+    if type(parts.model.embed_tokens) is not nn.Embedding or any(type(p) is not linear for p in plain):
+        return f"its embedding is not PyTorch's, or a linear layer is not a {linear.__name__}"
+    for layer in parts.model.layers:
+        attention = layer.self_attn
+        biases = [p.bias is not None for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        others = (attention.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, parts.lm_head)
+        if len(set(biases)) > 1 or any(p.bias is not None for p in others):
+            return "it has biases beside those of queries, keys and values"
+    return None
+
+
+def window_of(attention: Any) -> int | None:
+    """The window of an attention layer. Mistral's is only in its config and holds for all layers; Llama has none."""
+    if "Mistral" in type(attention).__name__:
+        window: int | None = attention.config.sliding_window
+        return window
+    return getattr(attention, "sliding_window", None)
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """The name of a module with a hook or a replaced forward; None if there is none."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooked = any(getattr(hook, "__module__", None) != _QUIET_HOOKS for hook in hooks)
+        if hooked or "forward" in vars(module) or hasattr(module, "_hf_hook"):
+            return name or type(model).__name__
+    return None
+
+
+def _parts_of(layer: Any) -> dict[nn.Module, str]:
+    parts = {
+        layer: "DecoderLayer",
+        layer.self_attn: "Attention",
+        layer.mlp: "MLP",
+        layer.input_layernorm: "RMSNorm",
+        layer.post_attention_layernorm: "RMSNorm",
+    }
+    norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+    return parts | {norm: "RMSNorm" for norm in norms if norm is not None}
+
+
+def _products(layer: Any) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]

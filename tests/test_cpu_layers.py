@@ -1,0 +1,172 @@
+"""Fused layers on a CPU: what transformers computes, for any tree, and never with weights that have changed."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from graft import Engine
+from graft.model import cpu_layers, cpu_linear
+from graft.model.kv_cache import PAGE
+from graft.model.runner import TargetRunner
+from proposers import random_tree
+from test_captured import logits_of, model_of
+from test_cpu_linear import CAPABILITIES, needs_kernel
+from tiny import tiny_model
+
+pytestmark = needs_kernel
+TAPS = (0, 2, 3)
+ANEW = cpu_linear.library.__wrapped__  # loads the library at every call
+
+
+@pytest.fixture(autouse=True)
+def always_faster(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_is_faster", lambda layers: True)
+
+
+def fused(model, taps=TAPS, **options):
+    """A runner that cannot run the model by transformers' code, and its model."""
+    model = copy.deepcopy(model)
+    assert cpu_linear.speed_up(model)
+
+    class Fused(TargetRunner):
+        def _with_tree_attention(self, *args):
+            raise AssertionError("transformers ran the model")
+
+    return Fused(model, taps, **options)
+
+
+def run(target, lengths, num_nodes, num_already_run=0):
+    """Outputs after prompts of these lengths and after a tree of each row, and the keys that were written."""
+    prompts = random.Random(5)
+    cache = target.open(len(lengths), max(lengths) + num_nodes + 1)
+    outputs = []
+    for row, length in enumerate(lengths):
+        chunks = list(target.prefill(cache, row, [prompts.randrange(61) for _ in range(length)]))
+        outputs += [torch.cat([logits_of(chunk) for chunk in chunks], dim=1), *(chunk.hidden for chunk in chunks)]
+    tree = random_tree(random.Random(1), [3 + row for row in range(len(lengths))], num_nodes, 61)
+    verified = target.verify(cache, tree)
+    if num_already_run:
+        verified = target.verify(cache, tree, num_already_run)
+    counts = [count - num_already_run for count in verified.counts] if num_already_run else verified.counts
+    for row, count in enumerate(counts):
+        index = verified.index[row, -count:] if num_already_run else verified.index[row, :count]
+        outputs += [verified.logits[index].clone(), verified.hidden[index].clone()]
+    keys = cache.store.stored[0]
+    for row in cache.rows:
+        outputs.append(keys[:, cache.slots_of([(row, place) for place in range(row.length + 1)])].clone())
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lengths", [(9,), (12, 5), (PAGE + 3, 2, 2 * PAGE - 4)])
+def test_fused_layers_give_what_transformers_gives(name, lengths):
+    model = model_of(name)
+    model.config.sliding_window = None
+    targets = fused(model, chunk_size=7), TargetRunner(model, TAPS, chunk_size=7)
+    ours, theirs = (run(target, lengths, 6) for target in targets)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [6, 40, 64])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_odd_sizes_on_every_processor_with_and_without_threads(head_dim, capability, has_threads, monkeypatch):
+    for module in (cpu_layers, cpu_linear):
+        monkeypatch.setattr(module, "library", ANEW)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if not has_threads:
+        monkeypatch.setattr(cpu_layers, "threads", lambda: None)
+    model = model_of("qwen3", head_dim=head_dim, intermediate_size=37, num_hidden_layers=3)
+    ours, theirs = (run(target, (11, 4), 9) for target in (fused(model), TargetRunner(model, TAPS)))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_nodes_that_were_run_before_serve_as_keys():
+    model = model_of("qwen2")
+    ours, theirs = (run(target, (10,), 8, num_already_run=4) for target in (fused(model), TargetRunner(model, TAPS)))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_gets_the_same_bits_alone_and_among_others():
+    target = fused(model_of("llama"))
+    logits, _, after_tree, *_ = run(target, (12,), 6)
+    among = run(target, (12, 5, 60), 6)
+    assert torch.equal(among[0], logits)
+    assert torch.equal(among[6][:1], after_tree[:1])  # the root, behind six outputs of prompts
+
+
+def test_long_steps_and_other_models_are_left_to_transformers():
+    target = fused(model_of("llama"), chunk_size=80)
+    cache = target.open(1, 100)
+    with pytest.raises(AssertionError, match="transformers ran the model"):
+        list(target.prefill(cache, 0, [3] * 70))
+    for name, changes in (("gpt_neox", {}), ("mistral", {"sliding_window": 8}), ("qwen2_window", {})):
+        model = tiny_model(name, **changes)
+        cpu_linear.speed_up(model)
+        assert not cpu_layers.can_fuse(model), name
+    assert not cpu_layers.can_fuse(tiny_model())  # its linear layers are torch's
+    assert not cpu_layers.can_fuse(cpu_sped(tiny_model()).bfloat16())
+
+
+def cpu_sped(model):
+    cpu_linear.speed_up(model)
+    return model
+
+
+def in_place(weight):
+    with torch.no_grad():
+        weight.mul_(1.5)
+
+
+def unseen(weight):
+    weight.data.mul_(1.5)
+
+
+def moved(weight):
+    weight.data = weight.data * 1.5
+
+
+@pytest.mark.parametrize("change", [in_place, unseen, moved])
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.k_proj", "input_layernorm"])
+def test_weights_that_change_while_a_text_is_decoded_are_used_at_once(change, part):
+    model = cpu_sped(model_of("qwen2"))
+    target, plain = TargetRunner(model, TAPS), TargetRunner(copy.deepcopy(model), TAPS)
+    results = []
+    for each in (target, plain):
+        cache = each.open(1, 64)
+        list(each.prefill(cache, 0, [5, 6, 7]))
+        each.verify(cache, random_tree(random.Random(2), [4], 5, 61))
+        change(each.model.model.layers[1].get_submodule(part).weight)
+        if each is plain:
+            each._cpu_layers = None
+        results.append(logits_of(each.verify(cache, random_tree(random.Random(2), [4], 5, 61))))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_is_replaced_or_hooked_is_not_left_out():
+    model = cpu_sped(model_of("llama"))
+    target = TargetRunner(model)
+    target.open(1, 8).release()
+    assert target._cpu_layers is not None
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+    target.open(1, 8).release()
+    assert target._cpu_layers is None
+    hook.remove()
+    target.open(1, 8).release()
+    assert target._cpu_layers is not None
+    layer = model.model.layers[0].mlp
+    layer.up_proj = torch.nn.Linear(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
+    target.open(1, 8).release()
+    assert target._cpu_layers is None
+
+
+@pytest.mark.parametrize("policy", ["off", "graft"])
+def test_texts_are_those_of_transformers_generate(policy):
+    model = model_of("llama")
+    prompt = [3, 17, 42, 9, 9, 30, 5, 21]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0, 8:]
+    engine = Engine(cpu_sped(copy.deepcopy(model)), policy=policy)
+    assert engine.generate(prompt, max_new_tokens=40, ignore_eos=True).ids == expected.tolist()
+    assert engine.target._cpu_layers is not None
