@@ -10,6 +10,7 @@ from graft import Engine
 from graft.model import cpu_layers, cpu_linear
 from graft.model.kv_cache import PAGE
 from graft.model.runner import TargetRunner
+from graft.tree.tree import DraftTree
 from proposers import random_tree
 from test_captured import logits_of, model_of
 from test_cpu_linear import CAPABILITIES, needs_kernel
@@ -89,19 +90,53 @@ def test_nodes_that_were_run_before_serve_as_keys():
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_token_gets_the_same_bits_alone_and_among_others():
-    target = fused(model_of("llama"))
-    logits, _, after_tree, *_ = run(target, (12,), 6)
-    among = run(target, (12, 5, 60), 6)
-    assert torch.equal(among[0], logits)
-    assert torch.equal(among[6][:1], after_tree[:1])  # the root, behind six outputs of prompts
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_dim", [6, 24])
+def test_a_token_gets_the_same_bits_in_any_step(head_dim, capability, monkeypatch):
+    """In a tree over the end of a page, in a step of its own, in chunks of a prompt, in a batch, and far behind."""
+    for module in (cpu_layers, cpu_linear):
+        monkeypatch.setattr(module, "library", ANEW)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    model = model_of("qwen3", head_dim=head_dim, max_position_embeddings=512)
+    text = [random.Random(7).randrange(61) for _ in range(PAGE + 40)]
+    length = PAGE - 3
+
+    def logits_in_chunks(*sizes, before=()):
+        target = fused(model, chunk_size=max(sizes))
+        cache = target.open(1 + len(before), 4 * PAGE)
+        for row, ids in enumerate(before):
+            list(target.prefill(cache, row, ids))
+        parts, ids = [], text
+        for size in sizes:
+            (read,) = target.prefill(cache, len(before), ids[:size])
+            parts.append(logits_of(read)[0])
+            ids = ids[size:]
+        return torch.cat(parts), target, cache
+
+    expected, *_ = logits_in_chunks(*[1] * len(text))
+    assert torch.equal(logits_in_chunks(len(text))[0], expected)
+    assert torch.equal(logits_in_chunks(30, 1, 72, 1, before=[text[5:90], [3]])[0], expected)
+    monkeypatch.setattr(cpu_layers, "_MAX_TOKENS", 11)  # a step of several calls
+    assert torch.equal(logits_in_chunks(50, 50, 4)[0], expected)
+
+    for before in ([], [[9] * 70]):
+        _, target, cache = logits_in_chunks(length, before=before)
+        verified = target.verify(cache, tree_around(text[length : length + 7], len(before) + 1))
+        found = verified.logits[verified.index[-1, ::2]]  # nodes of the text's path
+        assert torch.equal(found, expected[length : length + 7])
 
 
-def test_long_steps_and_other_models_are_left_to_transformers():
-    target = fused(model_of("llama"), chunk_size=80)
-    cache = target.open(1, 100)
-    with pytest.raises(AssertionError, match="transformers ran the model"):
-        list(target.prefill(cache, 0, [3] * 70))
+def tree_around(path, num_rows):
+    """The same tree for each row: nodes of a path, each after a sibling that is not on it."""
+    tokens = [path[0], *(token for own in path[1:] for token in (own ^ 1, own))]
+    parents = [0, *(2 * depth for depth in range(len(path) - 1) for _ in range(2))]
+    columns = (torch.tensor([own] * num_rows) for own in (tokens, parents))
+    sources = torch.ones(num_rows, len(tokens), dtype=torch.int64)
+    sources[:, 0] = 0
+    return DraftTree(len(path) - 1, *columns, torch.ones(sources.shape), sources, torch.zeros_like(sources))
+
+
+def test_other_models_are_left_to_transformers():
     for name, changes in (("gpt_neox", {}), ("mistral", {"sliding_window": 8}), ("qwen2_window", {})):
         model = tiny_model(name, **changes)
         cpu_linear.speed_up(model)

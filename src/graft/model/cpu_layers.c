@@ -10,6 +10,8 @@
 #define TOGETHER 32 /* queries that read a page together: a multiple of QUERIES */
 #define MAX_DIM 256
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 /* Keys of which the products with all queries fit into the registers of a processor. */
 #if LANES == 16 || defined(__aarch64__)
 #define KEYS 4
@@ -48,6 +50,7 @@ typedef struct {
     const float *norm; /* the last one */
     long num_layers, hidden, heads, kv_heads, head_dim, neurons;
     double eps, head_eps, scale;
+    Matrix output; /* gives the logits */
 } Model;
 
 typedef struct {
@@ -69,6 +72,7 @@ typedef struct {
     long num_taps;
     float *tapped;            /* [tokens][taps][hidden] */
     float *out;               /* [tokens][hidden] normed output */
+    float *logits;            /* [tokens][vocabulary] */
     float *scratch;           /* see graft_layers_scratch */
 } Step;
 
@@ -209,115 +213,156 @@ static void multiply_all(State *state, long num_jobs, long is_gated) {
     }
 
 /* Lane i of the result is the sum of x[i]. Overwrites x. */
-static inline vec sums_of(vec x[LANES]) {
+static ALWAYS_INLINE vec sums_of(vec x[LANES]) {
     HALVE(1) HALVE(2) HALVE(4) HALVE(8)
     return x[0];
 }
 
-/* Products of QUERIES queries and `count` keys. */
-static void score(const float *const *queries, const float *keys, long stride, long count, long dim,
-                  float scores[QUERIES][PAGE]) {
+/* The next numbers; zeros after the last `left`. */
+static inline vec load(const float *x, long left) {
+    if (left >= LANES) return *(const vec *)x;
+    vec part = {0};
+    memcpy(&part, x, (size_t)left * sizeof(float));
+    return part;
+}
+
+/* Products of queries and keys. num_queries is a literal, so that the sums stay in registers. */
+static ALWAYS_INLINE void score(
+    int num_queries, const float *const *queries, const float *const *keys, long count, long dim, float *const *scores) {
     for (long j = 0; j < count; j += KEYS) {
         const float *key[KEYS];
-        UNROLL for (int n = 0; n < KEYS; n++) key[n] = keys + (j + n < count ? j + n : count - 1) * stride;
+        UNROLL for (int n = 0; n < KEYS; n++) key[n] = keys[j + n < count ? j + n : count - 1];
         vec products[QUERIES * KEYS];
         UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p] = (vec){0};
-        long d = 0;
-        for (; d + LANES <= dim; d += LANES) {
+        for (long d = 0; d < dim; d += LANES) {
             vec parts[KEYS];
-            UNROLL for (int n = 0; n < KEYS; n++) parts[n] = *(const vec *)(key[n] + d);
-            UNROLL for (int i = 0; i < QUERIES; i++) {
-                const vec query = *(const vec *)(queries[i] + d);
+            UNROLL for (int n = 0; n < KEYS; n++) parts[n] = load(key[n] + d, dim - d);
+            UNROLL for (int i = 0; i < num_queries; i++) {
+                const vec query = load(queries[i] + d, dim - d);
                 UNROLL for (int n = 0; n < KEYS; n++) products[i * KEYS + n] += parts[n] * query;
             }
         }
-        for (; d < dim; d++) {
-            UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p][0] += key[p % KEYS][d] * queries[p / KEYS][d];
-        }
         float sums[QUERIES * KEYS];
-        UNROLL for (int p = 0; p < QUERIES * KEYS; p += LANES) *(vec *)(sums + p) = sums_of(products + p);
-        UNROLL for (int i = 0; i < QUERIES; i++) memcpy(scores[i] + j, sums + i * KEYS, KEYS * sizeof(float));
+        UNROLL for (int p = 0; p < num_queries * KEYS; p += LANES) *(vec *)(sums + p) = sums_of(products + p);
+        UNROLL for (int i = 0; i < num_queries; i++) memcpy(scores[i] + j, sums + i * KEYS, KEYS * sizeof(float));
     }
 }
 
-/* Add values, weighted, to the sums of QUERIES queries. */
-static void add_values(float weights[QUERIES][PAGE], const float *values, long stride, long count, long dim,
-                       float sums[QUERIES][MAX_DIM]) {
+/* Add values, weighted, to the sums of queries. */
+static ALWAYS_INLINE void add_values(
+    int num_queries, float *const *weights, const float *const *values, long count, long dim, float (*sums)[MAX_DIM]) {
     long d = 0;
     for (; d + LANES * KEYS <= dim; d += LANES * KEYS) {
         vec parts[QUERIES][KEYS];
-        UNROLL for (int p = 0; p < QUERIES * KEYS; p++)
+        UNROLL for (int p = 0; p < num_queries * KEYS; p++)
             parts[p / KEYS][p % KEYS] = *(const vec *)(sums[p / KEYS] + d + p % KEYS * LANES);
         for (long j = 0; j < count; j++) {
             vec value[KEYS];
-            UNROLL for (int n = 0; n < KEYS; n++) value[n] = *(const vec *)(values + j * stride + d + n * LANES);
-            UNROLL for (int i = 0; i < QUERIES; i++) {
+            UNROLL for (int n = 0; n < KEYS; n++) value[n] = *(const vec *)(values[j] + d + n * LANES);
+            UNROLL for (int i = 0; i < num_queries; i++) {
                 UNROLL for (int n = 0; n < KEYS; n++) parts[i][n] += value[n] * weights[i][j];
             }
         }
-        UNROLL for (int p = 0; p < QUERIES * KEYS; p++)
+        UNROLL for (int p = 0; p < num_queries * KEYS; p++)
             *(vec *)(sums[p / KEYS] + d + p % KEYS * LANES) = parts[p / KEYS][p % KEYS];
     }
     for (long j = 0; j < count; j++)
-        for (int i = 0; i < QUERIES; i++)
-            for (long rest = d; rest < dim; rest++) sums[i][rest] += values[j * stride + rest] * weights[i][j];
+        for (int i = 0; i < num_queries; i++)
+            for (long rest = d; rest < dim; rest++) sums[i][rest] += values[j][rest] * weights[i][j];
 }
 
-/* Turn the scores of a page into weights, and scale what was summed of former pages down to the new maximum. */
-static void softmax(float scores[PAGE], long count, long dim, float *highest, float *total, float sums[MAX_DIM]) {
-    float most = *highest;
-    for (long j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
+/* What a query has summed of the pages so far. */
+typedef struct {
+    float highest, total;
+} Softmax;
+
+/* Turn a page's products into weights, and scale what was summed before to the new highest score. */
+static void weigh(float *scores, long count, float scale, Softmax *so_far, float *sums, long dim) {
     for (long j = count; j < PAGE; j++) scores[j] = -INFINITY;
-    if (most == -INFINITY) {
-        memset(scores, 0, PAGE * sizeof(float));
-        return;
-    }
-    vec change = {0}, added = {0};
-    change[0] = *highest - most;
-    const float factor = *highest == -INFINITY ? 0 : exp_of(change)[0];
+    vec most = (vec){0} + so_far->highest;
     for (long j = 0; j < PAGE; j += LANES) {
         vec *part = (vec *)(scores + j);
-        *part = exp_of(*part - most);
+        *part *= scale;
+        const words is_more = (words)(*part > most);
+        most = (vec)(((words)*part & is_more) | ((words)most & ~is_more));
+    }
+    float highest = most[0];
+    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    vec change = {0}, added = {0};
+    change[0] = so_far->highest - highest;
+    const float factor = so_far->highest == -INFINITY ? 0 : exp_of(change)[0];
+    for (long j = 0; j < PAGE; j += LANES) {
+        vec *part = (vec *)(scores + j);
+        *part = exp_of(*part - highest);
         added += *part;
     }
-    *total = *total * factor + sum_of(added);
-    *highest = most;
+    *so_far = (Softmax){highest, so_far->total * factor + sum_of(added)};
     if (factor != 1)
         for (long d = 0; d < dim; d++) sums[d] *= factor;
 }
 
-/* Attention of up to TOGETHER queries of one row, which share a key head, by pages of keys. */
+/* Attention of up to TOGETHER queries of one row, which share a key head.
+
+   A query sees the keys of the text, then those of its path in the step. Pages are filled with them in this order, so
+   a token gets the same bits in a tree, and in a step that follows its path. */
 static void attend(const State *state, const Row *row, long kv_head, long first, long num_queries) {
     const Model *model = state->model;
     const long dim = model->head_dim, group = model->heads / model->kv_heads, stride = model->kv_heads * dim;
-    const long num_keys = row->length + row->num_own;
     const float *queries[TOGETHER];
     const uint8_t *seen[TOGETHER];
-    float *outs[TOGETHER], highest[TOGETHER], totals[TOGETHER], scores[QUERIES][PAGE], sums[TOGETHER][MAX_DIM];
+    long next[TOGETHER]; /* where a query looks for the next key of its path */
+    float *outs[TOGETHER], *scores[TOGETHER], room[TOGETHER][PAGE + KEYS], sums[TOGETHER][MAX_DIM];
+    const float *own_values[TOGETHER][PAGE];
+    long num_own[TOGETHER];
+    Softmax so_far[TOGETHER];
     for (long i = 0; i < TOGETHER; i++) { /* surplus ones repeat the last */
         const long query = first + (i < num_queries ? i : num_queries - 1), token = query / group;
         const long at = (row->first + token) * model->heads * dim + (kv_head * group + query % group) * dim;
         queries[i] = state->q + at, outs[i] = state->attended + at, seen[i] = row->seen + token * row->num_own;
-        highest[i] = -INFINITY, totals[i] = 0;
+        so_far[i] = (Softmax){-INFINITY, 0}, scores[i] = room[i];
         memset(sums[i], 0, (size_t)dim * sizeof(float));
     }
-    for (long start = 0; start < num_keys; start += PAGE) {
-        const long count = num_keys - start < PAGE ? num_keys - start : PAGE;
-        const long at = row->pages[start / PAGE] * PAGE * stride + kv_head * dim;
-        for (long block = 0; block < num_queries; block += QUERIES) {
-            score(queries + block, state->keys + at, stride, count, dim, scores);
-            for (long i = 0; i < QUERIES; i++) {
-                const uint8_t *sees = seen[block + i];
-                for (long j = 0; j < count; j++) scores[i][j] *= (float)model->scale;
-                for (long j = row->length > start ? row->length - start : 0; j < count; j++)
-                    if (!sees[start + j - row->length]) scores[i][j] = -INFINITY;
-                softmax(scores[i], count, dim, &highest[block + i], &totals[block + i], sums[block + i]);
+    /* What all see, without gaps, counts as text, and is read by several queries together. */
+    long length = row->length, shared = 1;
+    for (long key = 0; key < row->num_own && shared; key++) {
+        for (long i = 0; i < num_queries; i++) shared &= seen[i][key];
+        length += shared;
+    }
+    for (long i = 0; i < TOGETHER; i++) next[i] = length - row->length;
+    for (long start = 0; start < row->length + row->num_own; start += PAGE) {
+        const long num_text = length < start ? 0 : length - start < PAGE ? length - start : PAGE;
+        const float *keys[PAGE], *values[PAGE];
+        for (long j = 0; j < num_text; j++) {
+            const long at = (row->pages[start / PAGE] * PAGE + j) * stride + kv_head * dim;
+            keys[j] = state->keys + at, values[j] = state->values + at;
+        }
+        /* All keys, then all values: each half of a page stays in the CPU cache. */
+        for (long block = 0; block < num_queries; block += QUERIES)
+            score(QUERIES, queries + block, keys, num_text, dim, scores + block);
+        for (long i = 0; i < num_queries; i++) {
+            const float *own_keys[PAGE];
+            float *own_scores = scores[i] + num_text;
+            long count = 0;
+            for (; num_text + count < PAGE && next[i] < row->num_own; next[i]++) {
+                if (!seen[i][next[i]]) continue;
+                const long place = row->length + next[i];
+                const long at = (row->pages[place / PAGE] * PAGE + place % PAGE) * stride + kv_head * dim;
+                own_keys[count] = state->keys + at, own_values[i][count++] = state->values + at;
             }
-            add_values(scores, state->values + at, stride, count, dim, sums + block);
+            num_own[i] = count;
+            score(1, queries + i, own_keys, count, dim, &own_scores);
+            if (num_text + count > 0)
+                weigh(scores[i], num_text + count, (float)model->scale, &so_far[i], sums[i], dim);
+        }
+        for (long block = 0; block < num_queries; block += QUERIES)
+            add_values(QUERIES, scores + block, values, num_text, dim, sums + block);
+        for (long i = 0; i < num_queries; i++) {
+            float *own_scores = scores[i] + num_text;
+            add_values(1, &own_scores, own_values[i], num_own[i], dim, sums + i);
         }
     }
     for (long i = 0; i < num_queries; i++)
-        for (long d = 0; d < dim; d++) outs[i][d] = sums[i][d] / totals[i];
+        for (long d = 0; d < dim; d++) outs[i][d] = sums[i][d] / so_far[i].total;
 }
 
 static void attend_share(void *data) {
@@ -411,7 +456,7 @@ static int is_current(const Matrix *matrix) {
     return is_copy_of(matrix->weight, matrix->w, matrix->n, matrix->k, matrix->is_bfloat16);
 }
 
-/* Run all layers and the last norm. Returns 1, and does nothing, if a weight is seen to have changed since it was
+/* Run all layers, the last norm and the product that gives the logits. Returns 1, and does nothing, if a weight is seen to have changed since it was
    packed. threads may be NULL. */
 int graft_layers(const Model *model, const Step *step, const Threads *threads) {
     for (long i = 0; i < model->num_layers; i++) {
@@ -420,6 +465,7 @@ int graft_layers(const Model *model, const Step *step, const Threads *threads) {
         for (int j = 0; j < 7; j++)
             if (!is_current(all[j])) return 1;
     }
+    if (!is_current(&model->output)) return 1;
     const long m = step->num_tokens, hidden = model->hidden;
     const long size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
     State state = {model, step, threads};
@@ -444,5 +490,7 @@ int graft_layers(const Model *model, const Step *step, const Threads *threads) {
                            (size_t)hidden * sizeof(float));
         if (number < model->num_layers) run_layer(&state, number);
     }
+    state.jobs[0] = job_of(&model->output, step->out, step->logits, m);
+    multiply_all(&state, 1, 0);
     return 0;
 }

@@ -1,8 +1,10 @@
 """Fused forward of Llama-like models on a CPU: one call of the library in `cpu_layers.c` for all layers of a step.
 
 For a few tokens, transformers' modules spend more time between the matrix products than in them. The model's own
-weights are read, and its own modules make embeddings, rotary positions and logits. Steps of more tokens, other models
-and changed ones are run by transformers' code.
+weights are read, and its own modules make embeddings and rotary positions. Other models, and changed ones, are run by
+transformers' code.
+
+A token gets the same bits in every step: alone, in a tree, in a batch, or in a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model.attention import Visibility
-from graft.model.cpu_linear import MAX_TOKENS, FewTokensLinear, can_run, library, pack, threads
+from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, threads
 from graft.model.fusable import why_not, window_of
 from graft.model.kv_cache import PAGE, KVCache
 
@@ -25,16 +27,15 @@ _PRODUCTS = (
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 _BIASES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MAX_TOKENS = 128  # of a call; activations of more would not fit into a CPU cache
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
-def _structure(name: str, pointers: Sequence[str] = (), longs: Sequence[str] = (), doubles: Sequence[str] = ()) -> Any:
-    kinds = ((pointers, ctypes.c_void_p), (longs, ctypes.c_long), (doubles, ctypes.c_double))
-    fields = [(each, kind) for names, kind in kinds for each in names]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-_Matrix = _structure("_Matrix", ["weight", "packed"], ["n", "k", "is_bfloat16"])
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "packed")),
+        *((name, ctypes.c_long) for name in ("n", "k", "is_bfloat16")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -45,12 +46,13 @@ class _Layer(ctypes.Structure):
     )
 
 
-_Model = _structure(
-    "_Model",
-    ["layers", "norm"],
-    ["num_layers", "hidden", "heads", "kv_heads", "head_dim", "neurons"],
-    ["eps", "head_eps", "scale"],
-)
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
+        *((name, ctypes.c_long) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "neurons")),
+        *((name, ctypes.c_double) for name in ("eps", "head_eps", "scale")),
+        ("output", _Matrix),
+    )
 
 
 class _Row(ctypes.Structure):
@@ -69,7 +71,7 @@ class _Step(ctypes.Structure):
         ("layer_stride", ctypes.c_long),
         ("taps", ctypes.c_void_p),
         ("num_taps", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("tapped", "out", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("tapped", "out", "logits", "scratch")),
     )
 
 
@@ -98,6 +100,7 @@ class CpuLayers:
             parts.model.norm.variance_epsilon,
             head_norm.variance_epsilon if head_norm is not None else 0.0,
             first.scaling,
+            self._matrix(parts.lm_head),
         )
 
     def is_current(self) -> bool:
@@ -120,26 +123,34 @@ class CpuLayers:
         keys, values = self._stored(cache)
         stream = parts.model.embed_tokens(tokens)[0].contiguous()
         cos, sin = (table[0].contiguous() for table in parts.model.rotary_emb(stream[None], positions))
-        count, slots = len(stream), cache.written
-        out, tapped = torch.empty_like(stream), stream.new_empty(count, len(taps) * c.hidden)
-        scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), count))
-        wanted = torch.tensor(taps, dtype=torch.int64)
-        rows, kept = _rows_of(seen)
-        step = _Step(
-            ctypes.addressof(rows),
-            len(rows),
-            count,
-            *(each.data_ptr() for each in (stream, cos, sin, slots, keys, values)),
-            keys.stride(0),
-            wanted.data_ptr(),
-            len(taps),
-            *(each.data_ptr() for each in (tapped, out, scratch)),
-        )
-        has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
-        del kept
-        if has_changed:
-            return None
-        return parts.lm_head(out[None]), tapped[None]
+        count, slots, wanted = len(stream), cache.written, torch.tensor(taps, dtype=torch.int64)
+        most = min(count, _MAX_TOKENS)
+        logits, tapped = stream.new_empty(count, c.output.n), stream.new_empty(count, len(taps) * c.hidden)
+        out = torch.empty_like(stream)
+        scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), most))
+        for first in range(
+            0, count, most
+        ):  # a token's keys come from earlier tokens of the step, never from later ones
+            own = slice(first, first + most)
+            rows, kept = _rows_of(seen, own)
+            step = _Step(
+                ctypes.addressof(rows),
+                len(rows),
+                len(stream[own]),
+                *(each[own].data_ptr() for each in (stream, cos, sin, slots)),
+                keys.data_ptr(),
+                values.data_ptr(),
+                keys.stride(0),
+                wanted.data_ptr(),
+                len(taps),
+                *(each[own].data_ptr() for each in (tapped, out, logits)),
+                scratch.data_ptr(),
+            )
+            has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
+            del kept
+            if has_changed:
+                return None
+        return logits[None], tapped[None]
 
     def _stored(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         store = cache.store
@@ -168,10 +179,9 @@ class CpuLayers:
         return parameter.data_ptr()
 
 
-def can_run_step(tokens: Tensor) -> bool:
-    """Whether the library can run a step of these tokens now."""
-    is_few = 0 < tokens.numel() <= MAX_TOKENS
-    return is_few and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+def can_run_now() -> bool:
+    """Whether torch's modes allow the library to run."""
+    return not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -190,13 +200,15 @@ def can_fuse(model: PreTrainedModel) -> bool:
         return all(can_run(example, weight) for weight in model.parameters())
 
 
-def _rows_of(seen: Visibility) -> tuple[Any, list[Tensor]]:
-    """The rows of a step as the library reads them, and the tensors in which they are."""
-    rows, kept, first = (_Row * len(seen.rows))(), [], 0
-    for row, own in zip(rows, seen.rows, strict=True):
-        pages, visible = torch.tensor(own.pages, dtype=torch.int64), own.seen.contiguous()
-        row.first, row.count, row.length, row.num_own = first, own.count, own.length, visible.shape[1]
-        row.pages, row.seen = pages.data_ptr(), visible.data_ptr()
-        kept += [pages, visible]
+def _rows_of(seen: Visibility, tokens: slice) -> tuple[Any, list[Tensor]]:
+    """The rows of some tokens of a step as the library reads them, and the tensors in which they are."""
+    rows, kept, first = [], [], 0  # of a row, in the step
+    for own in seen.rows:
+        begin, end = max(tokens.start - first, 0), min(tokens.stop - first, own.count)
+        if begin < end:
+            pages, visible = torch.tensor(own.pages, dtype=torch.int64), own.seen[begin:end].contiguous()
+            numbers = (first + begin - tokens.start, end - begin, own.length, visible.shape[1])
+            rows.append(_Row(*numbers, pages.data_ptr(), visible.data_ptr()))
+            kept += [pages, visible]
         first += own.count
-    return rows, kept
+    return (_Row * len(rows))(*rows), kept

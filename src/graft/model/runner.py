@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.model import attention
-from graft.model.cpu_layers import CpuLayers, can_fuse, can_run_step
+from graft.model.cpu_layers import CpuLayers, can_fuse, can_run_now
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
@@ -274,7 +274,7 @@ class TargetRunner:
     ) -> tuple[Tensor, Tensor] | None:
         """What `_run_model` returns, by the fused layers for a CPU; None if they cannot run this step."""
         layers = self._cpu_layers
-        if layers is None or not isinstance(seen, attention.Visibility) or not can_run_step(tokens):
+        if layers is None or not isinstance(seen, attention.Visibility) or not can_run_now():
             return None
         if not layers.is_current():
             self.refresh()
