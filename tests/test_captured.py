@@ -27,7 +27,6 @@ from captured_parts import Small, small_target
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
-from graft.model import llama as fast_layers
 from graft.model.captures import CaptureError, Captures
 from graft.model.fusable import why_not
 from graft.model.kernels import attention as attention_kernels

@@ -116,7 +116,7 @@ def test_a_token_gets_the_same_bits_in_any_step(head_dim, capability, monkeypatc
     expected, *_ = logits_in_chunks(*[1] * len(text))
     assert torch.equal(logits_in_chunks(len(text))[0], expected)
     assert torch.equal(logits_in_chunks(30, 1, 72, 1, before=[text[5:90], [3]])[0], expected)
-    monkeypatch.setattr(cpu_layers, "_MAX_TOKENS", 11)  # a step of several calls
+    monkeypatch.setattr(cpu_layers, "_MOST", 11)  # a step of several calls
     assert torch.equal(logits_in_chunks(50, 50, 4)[0], expected)
 
     for before in ([], [[9] * 70]):
@@ -175,7 +175,7 @@ def test_weights_that_change_while_a_text_is_decoded_are_used_at_once(change, pa
         each.verify(cache, random_tree(random.Random(2), [4], 5, 61))
         change(each.model.model.layers[1].get_submodule(part).weight)
         if each is plain:
-            each._cpu_layers = None
+            each._fused.layers = None
         results.append(logits_of(each.verify(cache, random_tree(random.Random(2), [4], 5, 61))))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
@@ -184,17 +184,17 @@ def test_a_layer_that_is_replaced_or_hooked_is_not_left_out():
     model = cpu_sped(model_of("llama"))
     target = TargetRunner(model)
     target.open(1, 8).release()
-    assert target._cpu_layers is not None
+    assert target._fused.layers is not None
     hook = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
     target.open(1, 8).release()
-    assert target._cpu_layers is None
+    assert target._fused.layers is None
     hook.remove()
     target.open(1, 8).release()
-    assert target._cpu_layers is not None
+    assert target._fused.layers is not None
     layer = model.model.layers[0].mlp
     layer.up_proj = torch.nn.Linear(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
     target.open(1, 8).release()
-    assert target._cpu_layers is None
+    assert target._fused.layers is None
 
 
 @pytest.mark.parametrize("policy", ["off", "graft"])
@@ -204,4 +204,4 @@ def test_texts_are_those_of_transformers_generate(policy):
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0, 8:]
     engine = Engine(cpu_sped(copy.deepcopy(model)), policy=policy)
     assert engine.generate(prompt, max_new_tokens=40, ignore_eos=True).ids == expected.tolist()
-    assert engine.target._cpu_layers is not None
+    assert engine.target._fused.layers is not None

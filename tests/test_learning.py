@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.model.verified import NUM_SUCCESSORS, likeliest
+from graft.model.verified import NUM_SUCCESSORS, top_logits, top_probabilities
 from graft.spec_decode.buckets import NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
@@ -120,7 +120,8 @@ def test_tables_learn_every_node_of_a_tree_with_its_own_path_the_root_last(seed,
 
 
 @pytest.mark.parametrize("vocab_size", [5, VOCAB, 2048, 2049, 49152, 49153])
-def test_the_likeliest_are_those_of_a_full_ranking(vocab_size):
+@pytest.mark.parametrize("by_library", [True, False])
+def test_the_likeliest_are_those_of_a_full_ranking(vocab_size, by_library, monkeypatch):
     """The highest may lie anywhere: spread out, in one block, or in the last."""
     logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[1, : vocab_size // 2] += 20
@@ -129,11 +130,15 @@ def test_the_likeliest_are_those_of_a_full_ranking(vocab_size):
     logits[4] = -torch.inf
     logits[4, :2] = torch.tensor([1.0, 2.0])
     values, tokens = logits.topk(min(NUM_SUCCESSORS, vocab_size), dim=1)
-    found, highest = likeliest(logits)
+    if not by_library:
+        monkeypatch.setattr("graft.model.verified.library", lambda: None)
+    found, highest = top_logits(logits)
     finite = values.isfinite()  # which of those that cannot be chosen come next means nothing
     assert torch.equal(found[finite], tokens[finite])
     assert torch.equal(highest, values)
     assert (found >= 0).all() and (found < vocab_size).all()
+    places, q = top_probabilities(logits[:4].unflatten(0, (2, -1)), 3)
+    torch.testing.assert_close((q, places), logits[:4].unflatten(0, (2, -1)).softmax(-1).topk(3)[:2])
 
 
 # Tables

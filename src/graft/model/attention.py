@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Visibility:
         return self._masks[key]
 
     def _make_mask(self, row: RowKeys, window: int | None, chunk: int | None, num_groups: int) -> Tensor | None:
-        num_keys = len(row.positions)
+        num_keys = row.num_keys
         if row.count == 1 and bool(row.seen.all()) and num_keys <= min(window or num_keys, chunk or num_keys):
             return None
         committed = torch.ones(row.count, num_keys - row.seen.shape[1], dtype=torch.bool)
@@ -142,23 +143,37 @@ class RowKeys:
         seen: [n, U] bool, which of the U tokens each of the step's n tokens sees. own: [n] which of the U tokens are
         the step's; None: the last n. These tensors are on the host. device: where the keys are.
         """
-        self.count, self.seen, self.device = len(seen), seen, device
-        self.length = length
-        self.positions = torch.cat([torch.arange(length), length + depths])
-        self.own_positions = self.positions[-self.count :] if own is None else length + depths[own]
-        num_keys = len(self.positions)
-        pages = self.pages = row.pages[: -(-num_keys // PAGE)]
-        self.end = PAGE * (max(pages) + 1)
-        # Consecutive pages are read in place.
-        self._slice = slice(pages[0] * PAGE, pages[0] * PAGE + num_keys)
-        self._slots: Tensor | None = None
-        if pages != list(range(pages[0], pages[0] + len(pages))):
-            slots = torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)
-            self._slots = slots.flatten()[:num_keys].to(device)
+        self.count, self.length, self.seen, self.device = len(seen), length, seen, device
+        self._depths, self._own = depths, own
+        self.num_keys = length + len(depths)
+        self.pages = row.pages[: -(-self.num_keys // PAGE)]
+        self.end = PAGE * (max(self.pages) + 1)
+
+    # What fused layers do not read is made on demand.
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[keys]"""
+        return torch.cat([torch.arange(self.length), self.length + self._depths])
+
+    @property
+    def own_positions(self) -> Tensor:
+        """[n] of the step's tokens"""
+        return self.positions[-self.count :] if self._own is None else self.length + self._depths[self._own]
+
+    @cached_property
+    def _slots(self) -> Tensor | slice:
+        """The keys' slots. Consecutive pages are read in place."""
+        first, pages = self.pages[0], self.pages
+        if pages == list(range(first, first + len(pages))):
+            return slice(first * PAGE, first * PAGE + self.num_keys)
+        slots = torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)
+        return slots.flatten()[: self.num_keys].to(self.device)
 
     def of(self, stored: Tensor) -> Tensor:
         """The row's keys, or values, [1, heads, n, D] in a layer's store."""
-        return stored[:, :, self._slice] if self._slots is None else stored.index_select(2, self._slots)
+        slots = self._slots
+        return stored[:, :, slots] if isinstance(slots, slice) else stored.index_select(2, slots)
 
 
 def _seen_among(parents: np.ndarray, depths: np.ndarray) -> Tensor:

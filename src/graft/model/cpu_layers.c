@@ -1,4 +1,4 @@
-/* Decoder layers of Llama-like models for few tokens, by the products of `cpu_linear.c`, which includes this file.
+/* Decoder layers of Llama-like models and of EAGLE-3 heads for few tokens, by the products of `cpu_linear.c`, which includes this file.
 
    Each operation rounds as transformers' modules do, up to the order of sums. A token's result does not depend on the
    other tokens of the step, except through the keys and values that it sees. */
@@ -43,19 +43,24 @@ typedef struct { /* the order is that of `cpu_layers.py`, as in the structures b
     const float *q_bias, *k_bias, *v_bias;      /* may be NULL */
     const float *input_norm, *attention_norm;   /* [hidden] */
     const float *q_norm, *k_norm;               /* [head_dim]; may be NULL */
+    const float *stream_norm;                   /* [hidden] of a head's layer, else NULL: q, k and v read embeddings,
+                                                   by input_norm, and beside them the stream, by this */
 } Layer;
 
 typedef struct {
     const Layer *layers;
     const float *norm; /* the last one */
-    long num_layers, hidden, heads, kv_heads, head_dim, neurons;
+    const float *const *feature_norms; /* of a head: of equal parts of the target's features, or of all; or none */
+    Matrix fc;                         /* of a head, from these features to the stream */
+    long num_feature_norms, num_layers, hidden, heads, kv_heads, head_dim, neurons;
+    long adds_to_normed;               /* in a head's layer, attention is added to the normed stream */
     double eps, head_eps, scale;
-    Matrix output; /* gives the logits */
+    Matrix output;                     /* gives the logits; or none */
 } Model;
 
 typedef struct {
     long first, count;        /* the row's tokens in this step */
-    long length, num_own;     /* keys that all its tokens see; further keys, of which they see some */
+    long num_own, length;     /* keys of which each token sees some; before them, keys that all its tokens see */
     const int64_t *pages;     /* of all keys */
     const uint8_t *seen;      /* [count][num_own] */
 } Row;
@@ -63,16 +68,20 @@ typedef struct {
 typedef struct {
     const Row *rows;
     long num_rows, num_tokens;
-    float *stream;            /* [tokens][hidden]: embeddings; overwritten */
+    const float *features;    /* [tokens][inputs of fc]: the stream is made from them; or NULL */
+    const float *embeddings;  /* [tokens][hidden] of the tokens that a head reads beside the stream; or NULL */
+    float *stream;            /* [tokens][hidden]: embeddings, or a head's hidden states; overwritten by the outputs */
     const float *cos, *sin;   /* [tokens][head_dim] */
     const int64_t *slots;     /* [tokens] */
     float *keys, *values;     /* [layers][slots][kv_heads][head_dim] */
     long layer_stride;        /* numbers of a layer in them */
     const int64_t *taps;      /* layers whose inputs are wanted; num_layers means the normed output */
     long num_taps;
+    const int64_t *outputs;   /* ascending: tokens whose outputs are wanted, and which `rows` count; NULL: all */
+    long num_outputs;
     float *tapped;            /* [tokens][taps][hidden] */
-    float *out;               /* [tokens][hidden] normed output */
-    float *logits;            /* [tokens][vocabulary] */
+    float *out;               /* [outputs][hidden] normed output */
+    float *logits;            /* [outputs][vocabulary] */
     float *scratch;           /* see graft_layers_scratch */
 } Step;
 
@@ -80,6 +89,7 @@ typedef struct {
     const Model *model;
     const Step *step;
     const Threads *threads;
+    long num_tokens; /* in the stream */
     float *normed, *q, *k, *v, *attended, *gate, *up;
     /* What the threads do now: */
     Job jobs[3];
@@ -404,16 +414,59 @@ static void add(float *x, const float *y, long size) {
     for (long i = 0; i < size; i++) x[i] += y[i];
 }
 
+/* Make a head's stream from the target's features. */
+static void fuse_features(State *state) {
+    const Model *model = state->model;
+    const long m = state->num_tokens, size = model->fc.k, count = model->num_feature_norms;
+    const float *features = state->step->features;
+    if (count > 0) {
+        const long part = size / count;
+        for (long i = 0; i < m * count; i++)
+            norm_into(state->normed + i * part, features + i * part, model->feature_norms[i % count], part, model->eps);
+        features = state->normed;
+    }
+    state->jobs[0] = job_of(&model->fc, features, state->step->stream, m);
+    multiply_all(state, 1, 0);
+}
+
+/* Write what q, k and v read. */
+static void norm_inputs(const State *state, const Layer *layer) {
+    const Model *model = state->model;
+    const Step *step = state->step;
+    const long hidden = model->hidden;
+    for (long t = 0; t < state->num_tokens; t++) {
+        float *stream = step->stream + t * hidden, *inputs = state->normed + t * layer->q.k;
+        if (layer->stream_norm == NULL) {
+            norm_into(inputs, stream, layer->input_norm, hidden, model->eps);
+            continue;
+        }
+        norm_into(inputs, step->embeddings + t * hidden, layer->input_norm, hidden, model->eps);
+        norm_into(inputs + hidden, stream, layer->stream_norm, hidden, model->eps);
+        if (model->adds_to_normed) memcpy(stream, inputs + hidden, (size_t)hidden * sizeof(float));
+    }
+}
+
+/* Go on with only those tokens whose outputs are wanted. */
+static void keep_outputs(State *state) {
+    const Step *step = state->step;
+    const long hidden = state->model->hidden, size = state->model->heads * state->model->head_dim;
+    for (long i = 0; i < step->num_outputs; i++) {
+        memmove(state->q + i * size, state->q + step->outputs[i] * size, (size_t)size * sizeof(float));
+        memmove(step->stream + i * hidden, step->stream + step->outputs[i] * hidden, (size_t)hidden * sizeof(float));
+    }
+    state->num_tokens = step->num_outputs;
+}
+
 static void run_layer(State *state, long number) {
     const Model *model = state->model;
     const Step *step = state->step;
     const Layer *layer = &model->layers[number];
-    const long m = step->num_tokens, hidden = model->hidden, dim = model->head_dim;
+    long m = state->num_tokens;
+    const long hidden = model->hidden, dim = model->head_dim;
     const long size = model->heads * dim, kv_size = model->kv_heads * dim;
     float *keys = step->keys + number * step->layer_stride, *values = step->values + number * step->layer_stride;
 
-    for (long t = 0; t < m; t++)
-        norm_into(state->normed + t * hidden, step->stream + t * hidden, layer->input_norm, hidden, model->eps);
+    norm_inputs(state, layer);
     state->jobs[0] = job_of(&layer->q, state->normed, state->q, m);
     state->jobs[1] = job_of(&layer->k, state->normed, state->k, m);
     state->jobs[2] = job_of(&layer->v, state->normed, state->v, m);
@@ -429,6 +482,9 @@ static void run_layer(State *state, long number) {
         memcpy(keys + step->slots[t] * kv_size, k, (size_t)kv_size * sizeof(float));
         memcpy(values + step->slots[t] * kv_size, v, (size_t)kv_size * sizeof(float));
     }
+    /* For the other tokens, the last layer's keys and values are enough. */
+    if (step->outputs != NULL && number == model->num_layers - 1) keep_outputs(state);
+    m = state->num_tokens;
     state->keys = keys, state->values = values;
     run(state, attend_share, 1);
     state->jobs[0] = job_of(&layer->o, state->attended, state->normed, m);
@@ -446,18 +502,25 @@ static void run_layer(State *state, long number) {
     add(step->stream, state->normed, m * hidden);
 }
 
+/* The most numbers of a token that norms write. */
+static long width_of(const Model *model) {
+    const long inputs = model->layers[0].q.k;
+    return model->fc.k > inputs ? model->fc.k : inputs;
+}
+
 /* Numbers of scratch memory for a step of so many tokens. */
 long graft_layers_scratch(const Model *model, long num_tokens) {
     const long size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
-    return num_tokens * (model->hidden + 2 * size + 2 * kv_size + 2 * model->neurons);
+    return num_tokens * (width_of(model) + 2 * size + 2 * kv_size + 2 * model->neurons);
 }
 
 static int is_current(const Matrix *matrix) {
     return is_copy_of(matrix->weight, matrix->w, matrix->n, matrix->k, matrix->is_bfloat16);
 }
 
-/* Run all layers, the last norm and the product that gives the logits. Returns 1, and does nothing, if a weight is seen to have changed since it was
-   packed. threads may be NULL. */
+/* Run all layers, the last norm, and the product that gives logits, if there is one. A head's stream is first made from
+   features, if they are given. Returns 1, and does nothing, if a weight is seen to have changed since it was packed.
+   threads may be NULL. */
 int graft_layers(const Model *model, const Step *step, const Threads *threads) {
     for (long i = 0; i < model->num_layers; i++) {
         const Layer *layer = &model->layers[i];
@@ -465,32 +528,71 @@ int graft_layers(const Model *model, const Step *step, const Threads *threads) {
         for (int j = 0; j < 7; j++)
             if (!is_current(all[j])) return 1;
     }
-    if (!is_current(&model->output)) return 1;
+    if (step->features != NULL && !is_current(&model->fc)) return 1;
+    if (model->output.n > 0 && !is_current(&model->output)) return 1;
     const long m = step->num_tokens, hidden = model->hidden;
     const long size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
-    State state = {model, step, threads};
+    State state = {model, step, threads, m};
     state.normed = step->scratch;
-    state.q = state.normed + m * hidden;
+    state.q = state.normed + m * width_of(model);
     state.attended = state.q + m * size;
     state.k = state.attended + m * size;
     state.v = state.k + m * kv_size;
     state.gate = state.v + m * kv_size;
     state.up = state.gate + m * model->neurons;
+    if (step->features != NULL) fuse_features(&state);
     for (long number = 0; number <= model->num_layers; number++) {
         const float *source = step->stream;
         if (number == model->num_layers) {
-            for (long t = 0; t < m; t++)
+            for (long t = 0; t < state.num_tokens; t++)
                 norm_into(step->out + t * hidden, step->stream + t * hidden, model->norm, hidden, model->eps);
             source = step->out;
         }
         for (long i = 0; i < step->num_taps; i++)
             if (step->taps[i] == number)
-                for (long t = 0; t < m; t++)
+                for (long t = 0; t < state.num_tokens; t++)
                     memcpy(step->tapped + (t * step->num_taps + i) * hidden, source + t * hidden,
                            (size_t)hidden * sizeof(float));
         if (number < model->num_layers) run_layer(&state, number);
     }
-    state.jobs[0] = job_of(&model->output, step->out, step->logits, m);
-    multiply_all(&state, 1, 0);
+    if (model->output.n > 0) {
+        state.jobs[0] = job_of(&model->output, step->out, step->logits, state.num_tokens);
+        multiply_all(&state, 1, 0);
+    }
     return 0;
+}
+
+static int any_above(const float *x, float least) {
+    words above = {0};
+    uint64_t parts[LANES / 2], any = 0;
+    UNROLL for (int v = 0; v < 4; v++) above |= (words)(*(const vec *)(x + v * LANES) > (vec){0} + least);
+    memcpy(parts, &above, sizeof parts);
+    for (int i = 0; i < LANES / 2; i++) any |= parts[i];
+    return any != 0;
+}
+
+/* The k highest of each row of x [m][n], best first, the first of equal ones first. k is at most n.
+   sums: [m] of e to the power of x minus the row's highest, or NULL. */
+void graft_highest(const float *x, long m, long n, long k, int64_t *numbers, float *values, float *sums) {
+    for (long row = 0; row < m; row++, x += n, numbers += k, values += k) {
+        long count = 0;
+        for (long i = 0; i < n; i += 4 * LANES) {
+            const long end = i + 4 * LANES < n ? i + 4 * LANES : n;
+            if (count == k && end == i + 4 * LANES && !any_above(x + i, values[k - 1])) continue;
+            for (long j = i; j < end; j++) {
+                if (count == k && !(x[j] > values[k - 1])) continue;
+                long place = count < k ? count++ : k - 1;
+                for (; place > 0 && values[place - 1] < x[j]; place--)
+                    values[place] = values[place - 1], numbers[place] = numbers[place - 1];
+                values[place] = x[j], numbers[place] = j;
+            }
+        }
+        if (sums == NULL) continue;
+        vec total = {0};
+        long i = 0;
+        for (; i + LANES <= n; i += LANES) total += exp_of(*(const vec *)(x + i) - values[0]);
+        float rest = 0;
+        for (; i < n; i++) rest += exp_of((vec){0} + (x[i] - values[0]))[0];
+        sums[row] = sum_of(total) + rest;
+    }
 }

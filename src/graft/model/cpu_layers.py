@@ -1,8 +1,8 @@
-"""Fused forward of Llama-like models on a CPU: one call of the library in `cpu_layers.c` for all layers of a step.
+"""Fused layers of Llama-like networks on a CPU: one call of the library in `cpu_layers.c` for all layers of a step.
 
-For a few tokens, transformers' modules spend more time between the matrix products than in them. The model's own
-weights are read, and its own modules make embeddings and rotary positions. Other models, and changed ones, are run by
-transformers' code.
+For a few tokens, torch's modules spend more time between the matrix products than in them. The network's own weights
+are read, and its own modules make embeddings and rotary positions. Other networks, and changed ones, are run by their
+own code. Draft heads are in `proposers/eagle3/cpu_head.py`.
 
 A token gets the same bits in every step: alone, in a tree, in a batch, or in a chunk of a prompt.
 """
@@ -10,8 +10,9 @@ A token gets the same bits in every step: alone, in a tree, in a batch, or in a 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ _PRODUCTS = (
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 _BIASES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_MAX_TOKENS = 128  # of a call; activations of more would not fit into a CPU cache
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "hidden_norm")
+_MOST = 128  # tokens of a call: the activations of more would not fit into a CPU cache
+_L = TypeVar("_L", bound="CpuLayers")
 
 
 class _Matrix(ctypes.Structure):
@@ -46,10 +48,12 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Model(ctypes.Structure):
+class _Network(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
-        *((name, ctypes.c_long) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "neurons")),
+        *((name, ctypes.c_void_p) for name in ("layers", "norm", "feature_norms")),
+        ("fc", _Matrix),
+        *((name, ctypes.c_long) for name in ("num_feature_norms", "num_layers", "hidden", "heads", "kv_heads")),
+        *((name, ctypes.c_long) for name in ("head_dim", "neurons", "adds_to_normed")),
         *((name, ctypes.c_double) for name in ("eps", "head_eps", "scale")),
         ("output", _Matrix),
     )
@@ -57,7 +61,7 @@ class _Model(ctypes.Structure):
 
 class _Row(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("first", "count", "length", "num_own")),
+        *((name, ctypes.c_long) for name in ("first", "count", "num_own", "length")),
         *((name, ctypes.c_void_p) for name in ("pages", "seen")),
     )
 
@@ -67,40 +71,60 @@ class _Step(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("num_rows", ctypes.c_long),
         ("num_tokens", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("stream", "cos", "sin", "slots", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("features", "embeddings", "stream", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("slots", "keys", "values")),
         ("layer_stride", ctypes.c_long),
         ("taps", ctypes.c_void_p),
         ("num_taps", ctypes.c_long),
+        ("outputs", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_long),
         *((name, ctypes.c_void_p) for name in ("tapped", "out", "logits", "scratch")),
     )
 
 
 class CpuLayers:
-    """The weights of a model, as the library reads them."""
+    """Decoder layers and the norm after them, as the library reads them. Subclasses know the network around them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: one for which `can_fuse` is true."""
-        parts: Any = model
-        config, first = model.config, parts.model.layers[0].self_attn
-        self._model = parts
+    max_tokens = sys.maxsize  # of a step; longer ones are run by the network's own code
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        norm: nn.Module,
+        heads: tuple[int, int, int],
+        eps: float,
+        scale: float,
+        head_eps: float = 0.0,
+        output: nn.Linear | None = None,
+        fc: nn.Linear | None = None,
+        feature_norms: Sequence[nn.Module] = (),
+        adds_to_normed: bool = False,
+    ) -> None:
+        """heads: numbers of query and key heads, and head_dim. head_eps: of the norms of queries and keys.
+
+        output: gives the logits; None: there are none. The others are of draft heads: `fc` and the norms before it,
+        and whether attention adds to the normed stream.
+        """
         self._held: list[tuple[dict[str, Any], str, nn.Parameter, int, int]] = []
         self._packed: list[Tensor] = []
-        self.kv_heads, self.head_dim = config.num_key_value_heads, first.head_dim
-        self._layers = (_Layer * len(parts.model.layers))(*map(self._layer_of, parts.model.layers))
-        head_norm = getattr(first, "q_norm", None)
-        self._c = _Model(
+        self._key_heads = heads[1:]
+        self._layers = (_Layer * len(layers))(*map(self._layer_of, layers))
+        self._feature_norms = (ctypes.c_void_p * len(feature_norms))(*map(self._pointer, feature_norms))
+        first = self._layers[0].products
+        down = first[_PRODUCTS.index("mlp.down_proj")]
+        self._c = _Network(
             ctypes.addressof(self._layers),
-            self._pointer(parts.model.norm),
-            len(parts.model.layers),
-            config.hidden_size,
-            config.num_attention_heads,
-            self.kv_heads,
-            self.head_dim,
-            parts.model.layers[0].mlp.gate_proj.out_features,
-            parts.model.norm.variance_epsilon,
-            head_norm.variance_epsilon if head_norm is not None else 0.0,
-            first.scaling,
-            self._matrix(parts.lm_head),
+            self._pointer(norm),
+            ctypes.addressof(self._feature_norms),
+            self._matrix(fc) if fc is not None else _Matrix(),
+            len(feature_norms),
+            len(layers),
+            down.n,
+            *heads,
+            down.k,
+            adds_to_normed,
+            *(eps, head_eps, scale),
+            self._matrix(output) if output is not None else _Matrix(),
         )
 
     def is_current(self) -> bool:
@@ -110,53 +134,51 @@ class CpuLayers:
             for owner, name, parameter, version, address in self._held
         )
 
-    @torch.no_grad()
-    def run(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: Visibility, taps: Sequence[int]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Logits [1, T, V], and the hidden states of layers `taps`, concatenated. tokens, positions: [1, T].
+    def run_layers(
+        self,
+        cache: KVCache,
+        seen: Visibility,
+        stream: Tensor,  # [T, H] embeddings, or a head's hidden states; overwritten by the outputs
+        rotations: Sequence[Tensor],  # cos and sin, each [1, T, head_dim]
+        taps: Sequence[int] = (),
+        embeddings: Tensor | None = None,  # [T, H], of a head
+        features: Tensor | None = None,  # [T, inputs of fc]: a head's stream is made from them
+        outputs: Tensor | None = None,  # [n] tokens whose outputs are wanted, ascending; None: all
+        first: int = 0,  # of the T tokens, among those of `seen` and of the cache's slots
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The normed outputs [n, H], the inputs of the layers `taps`, side by side, and logits, if there are any.
 
-        None: a weight has changed, and the layers must be made anew.
+        `seen` is of the outputs. None: a weight has changed, and the layers must be made anew.
         """
-        compiled, parts, c = library(), self._model, self._c
-        assert compiled is not None
-        keys, values = self._stored(cache)
-        stream = parts.model.embed_tokens(tokens)[0].contiguous()
-        cos, sin = (table[0].contiguous() for table in parts.model.rotary_emb(stream[None], positions))
-        count, slots, wanted = len(stream), cache.written, torch.tensor(taps, dtype=torch.int64)
-        most = min(count, _MAX_TOKENS)
-        logits, tapped = stream.new_empty(count, c.output.n), stream.new_empty(count, len(taps) * c.hidden)
-        out = torch.empty_like(stream)
-        scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), most))
-        for first in range(
-            0, count, most
-        ):  # a token's keys come from earlier tokens of the step, never from later ones
-            own = slice(first, first + most)
-            rows, kept = _rows_of(seen, own)
-            step = _Step(
-                ctypes.addressof(rows),
-                len(rows),
-                len(stream[own]),
-                *(each[own].data_ptr() for each in (stream, cos, sin, slots)),
-                keys.data_ptr(),
-                values.data_ptr(),
-                keys.stride(0),
-                wanted.data_ptr(),
-                len(taps),
-                *(each[own].data_ptr() for each in (tapped, out, logits)),
-                scratch.data_ptr(),
-            )
-            has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
-            del kept
-            if has_changed:
-                return None
-        return logits[None], tapped[None]
-
-    def _stored(self, cache: KVCache) -> tuple[Tensor, Tensor]:
-        store = cache.store
-        if store.keys is None:
-            store.shape(self._model.lm_head.weight, (self.kv_heads, self.head_dim))
-        return store.stored
+        compiled, c, count = library(), self._c, len(stream)
+        assert compiled is not None and compiled.page == PAGE
+        if cache.store.keys is None:
+            cache.store.shape(stream, self._key_heads)
+        keys, values = cache.store.stored
+        assert all(each is None or each.dtype is torch.float32 for each in (stream, embeddings, features, keys))
+        num_outputs = count if outputs is None else len(outputs)
+        out, logits = (stream.new_empty(num_outputs, width) for width in (c.hidden, c.output.n))
+        tapped = stream.new_empty(count, len(taps) * c.hidden)
+        scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), count))
+        wanted = torch.tensor(taps, dtype=torch.int64)
+        inputs = [each.contiguous() if each is not None else None for each in (features, embeddings)]
+        cos, sin = (each[0].contiguous() for each in rotations)
+        rows, kept = _rows_of(seen, first, first + num_outputs)
+        step = _Step(
+            ctypes.addressof(rows),
+            len(rows),
+            count,
+            *map(_address, (*inputs, stream, cos, sin, cache.written[first:], keys, values)),
+            keys.stride(0),
+            wanted.data_ptr(),
+            len(taps),
+            _address(outputs),
+            num_outputs,
+            *map(_address, (tapped, out, logits, scratch)),
+        )
+        has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
+        del kept
+        return None if has_changed else (out, tapped, logits)
 
     def _layer_of(self, layer: Any) -> Any:
         products = [self._matrix(layer.get_submodule(name)) for name in _PRODUCTS]
@@ -179,36 +201,103 @@ class CpuLayers:
         return parameter.data_ptr()
 
 
-def can_run_now() -> bool:
-    """Whether torch's modes allow the library to run."""
-    return not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+class CpuModel(CpuLayers):
+    """A model in fused layers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """model: one for which `can_fuse` is true."""
+        parts: Any = model
+        config, first = model.config, parts.model.layers[0].self_attn
+        heads = config.num_attention_heads, config.num_key_value_heads, first.head_dim
+        head_norm, eps = getattr(first, "q_norm", None), parts.model.norm.variance_epsilon
+        head_eps = head_norm.variance_epsilon if head_norm is not None else 0.0
+        super().__init__(parts.model.layers, parts.model.norm, heads, eps, first.scaling, head_eps, parts.lm_head)
+        self._model = parts
+
+    def run(
+        self, tokens: Tensor, cache: KVCache, positions: Tensor, seen: Visibility, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits [1, T, V], and the hidden states of layers `taps`, concatenated. tokens, positions: [1, T].
+
+        None: a weight has changed, and the layers must be made anew.
+        """
+        model, parts = self._model.model, []
+        for first in range(0, tokens.shape[1], _MOST):  # a token's keys are its own or those of tokens before it
+            own = slice(first, first + _MOST)
+            stream = model.embed_tokens(tokens[:, own])[0].contiguous()
+            rotations = model.rotary_emb(stream[None], positions[:, own])
+            found = self.run_layers(cache, seen, stream, rotations, taps, first=first)
+            if found is None:
+                return None
+            parts.append(found)
+        _, tapped, logits = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
+        return logits[None], tapped[None]
+
+
+class Fused(Generic[_L]):
+    """The fused layers of a network, made anew when it has changed."""
+
+    def __init__(self, network: Any, can_fuse: Callable[[Any], bool], layers: Callable[[Any], _L]) -> None:
+        self._network, self._can_fuse, self._new = network, can_fuse, layers
+        self.layers: _L | None = None  # None if the network's own code must run
+
+    def refresh(self) -> None:
+        """Check whether the network has changed, for example by a hook or by weights that moved."""
+        if not self._can_fuse(self._network):
+            self.layers = None
+        elif self.layers is None or not self.layers.is_current():
+            self.layers = self._new(self._network)
+
+    def run(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the `run` of the layers returns; None if they cannot run these tokens now."""
+        layers: Any = self.layers
+        if layers is None or torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
+            return None
+        if not 0 < tokens.numel() <= layers.max_tokens:
+            return None
+        if not layers.is_current():
+            self.refresh()
+            return self.run(tokens, *args, **kwargs)
+        found = layers.run(tokens, *args, **kwargs)
+        if found is None:
+            self.layers = None  # changed behind torch's back; the next text may use them again
+        return found
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """Whether the library can run the model: `speed_up` has changed its linear layers, and all else is as usual."""
-    compiled = library()
-    if compiled is None or model.device.type != "cpu" or why_not(model, FewTokensLinear) is not None:
+    if library() is None or model.device.type != "cpu" or why_not(model, FewTokensLinear) is not None:
         return False
-    assert compiled.page == PAGE
     parts: Any = model
     layers = parts.model.layers
     alike = {(layer.mlp.gate_proj.out_features, layer.self_attn.scaling) for layer in layers}
     if len(alike) > 1 or any(window_of(layer.self_attn) is not None for layer in layers):
         return False
+    return all_readable(model.parameters())
+
+
+def all_readable(weights: Iterable[Tensor]) -> bool:
+    """Whether the library can read these weights."""
     example = torch.empty(1)
     with torch.no_grad():
-        return all(can_run(example, weight) for weight in model.parameters())
+        return all(can_run(example, weight) for weight in weights)
 
 
-def _rows_of(seen: Visibility, tokens: slice) -> tuple[Any, list[Tensor]]:
-    """The rows of some tokens of a step as the library reads them, and the tensors in which they are."""
-    rows, kept, first = [], [], 0  # of a row, in the step
+def _address(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
+
+
+def _rows_of(seen: Visibility, first: int, end: int) -> tuple[Any, list[Tensor]]:
+    """The rows of the step's tokens `first` to `end` as the library reads them, and the tensors in which they are."""
+    rows, kept, before = [], [], 0
     for own in seen.rows:
-        begin, end = max(tokens.start - first, 0), min(tokens.stop - first, own.count)
-        if begin < end:
-            pages, visible = torch.tensor(own.pages, dtype=torch.int64), own.seen[begin:end].contiguous()
-            numbers = (first + begin - tokens.start, end - begin, own.length, visible.shape[1])
+        assert len(own.pages) * PAGE >= own.num_keys  # the library does not check
+        part = slice(max(first - before, 0), max(min(end - before, own.count), 0))
+        visible = own.seen[part].contiguous()
+        if len(visible):
+            pages = torch.tensor(own.pages, dtype=torch.int64)
+            numbers = (before + part.start - first, *visible.shape, own.length)
             rows.append(_Row(*numbers, pages.data_ptr(), visible.data_ptr()))
             kept += [pages, visible]
-        first += own.count
+        before += own.count
     return (_Row * len(rows))(*rows), kept

@@ -166,6 +166,7 @@ class Library(NamedTuple):
     multiply: Callable[..., int]
     run_layers: Callable[..., int]
     scratch_size: Callable[..., int]
+    highest: Callable[..., None]
     panel: int  # outputs of a panel
     page: int  # tokens of a page of the KV cache
 
@@ -179,14 +180,16 @@ def library() -> Library | None:
         loaded: Any = compiled(HERE, f"_cpu_linear{variant}")
         panel, page = (ctypes.c_long.in_dll(loaded, name).value for name in ("graft_panel", "graft_page"))
         multiply, run_layers, scratch_size = loaded.graft_linear, loaded.graft_layers, loaded.graft_layers_scratch
+        highest = loaded.graft_highest
     except (GraftError, ValueError, AttributeError):  # it was not built, or from older sources
         return None
     multiply.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p]
     run_layers.argtypes = [ctypes.c_void_p] * 3
+    highest.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 3, *[ctypes.c_void_p] * 3]
     scratch_size.argtypes = [ctypes.c_void_p, ctypes.c_long]
     multiply.restype = run_layers.restype = ctypes.c_int
-    scratch_size.restype = ctypes.c_long
-    return Library(multiply, run_layers, scratch_size, panel, page)
+    scratch_size.restype, highest.restype = ctypes.c_long, None
+    return Library(multiply, run_layers, scratch_size, highest, panel, page)
 
 
 class _Threads(ctypes.Structure):

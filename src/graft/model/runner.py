@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.model import attention
-from graft.model.cpu_layers import CpuLayers, can_fuse, can_run_now
+from graft.model.cpu_layers import CpuModel, Fused, can_fuse
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
@@ -54,7 +54,7 @@ class TargetRunner:
         # Whether layers ask the cache for their tokens' positions.
         self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self.progress: Callable[[Report], None] = lambda report: None  # called during one-time work
-        self._cpu_layers: CpuLayers | None = None
+        self._fused = Fused(model, can_fuse, CpuModel)  # on a CPU
         self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
         if pool is not None:
@@ -144,11 +144,7 @@ class TargetRunner:
     def refresh(self) -> None:
         """Check, before rows are opened, whether the model has changed, for example by weights that moved."""
         if self.device.type == "cpu":
-            layers = self._cpu_layers
-            if not can_fuse(self.model):
-                self._cpu_layers = None
-            elif layers is None or not layers.is_current():
-                self._cpu_layers = CpuLayers(self.model)
+            self._fused.refresh()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on the device by purpose, without the model's weights and temporary tensors."""
@@ -261,28 +257,15 @@ class TargetRunner:
         seen: attention.Visibility | attention.KernelStep,
     ) -> tuple[Tensor, Tensor]:
         """Logits [1, T, V] in the model's dtype, and the requested hidden states, concatenated."""
-        if (found := self._run_fused(cache, tokens, positions, seen)) is not None:
-            return found
+        if isinstance(seen, attention.Visibility):
+            found: tuple[Tensor, Tensor] | None = self._fused.run(tokens, cache, positions, seen, self._hidden_layers)
+            if found is not None:
+                return found
         with self._with_tree_attention(cache, tokens, positions, seen) as arguments:
             output = self.model(**arguments, output_hidden_states=bool(self._hidden_layers))
         return output.logits, concat_hidden(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
-
-    def _run_fused(
-        self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility | attention.KernelStep
-    ) -> tuple[Tensor, Tensor] | None:
-        """What `_run_model` returns, by the fused layers for a CPU; None if they cannot run this step."""
-        layers = self._cpu_layers
-        if layers is None or not isinstance(seen, attention.Visibility) or not can_run_now():
-            return None
-        if not layers.is_current():
-            self.refresh()
-            return self._run_fused(cache, tokens, positions, seen)
-        found = layers.run(cache, tokens, positions, seen, self._hidden_layers)
-        if found is None:
-            self._cpu_layers = None  # changed behind torch's back; the next text may use them again
-        return found
 
 
 def outputs_of(

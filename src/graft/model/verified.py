@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from graft.model.cpu_linear import library
+
 NUM_SUCCESSORS = 8  # top-k successors of a verified token that tables keep: the best value of the published method
-_BLOCK = 128  # logits in a block of `likeliest`
+_BLOCK = 128  # logits in a block of `_top_logits`
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class VerifyOutput:
         if self.highest is not None:
             tokens, logits = (part[first:end] for part in self.highest)
         else:
-            tokens, logits = likeliest(self.logits[first:end])
+            tokens, logits = top_logits(self.logits[first:end])
         return _at(tokens.cpu().int(), self.index - first), _at(logits.cpu(), self.index - first)
 
 
@@ -42,8 +45,41 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
-def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
-    """The top k of logits [..., V]: tokens and logits.
+def top_logits(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
+    """The top k of logits [..., V], or all if there are fewer: tokens and logits."""
+    found = _by_library(logits, k, has_sums=False)
+    return found[:2] if found is not None else _top_logits(logits, k)
+
+
+def top_probabilities(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The top k of logits [..., V]: tokens and their probabilities."""
+    found = _by_library(logits, k, has_sums=True)
+    if found is not None:
+        tokens, values, sums = found
+        return tokens, (values - values[..., :1]).exp_().div_(sums)
+    probabilities, tokens = logits.softmax(dim=-1).topk(k, dim=-1)
+    return tokens, probabilities
+
+
+def _by_library(logits: Tensor, k: int, has_sums: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The top k, and the sums [..., 1] of exponentials after the highest logit is taken off; None if it cannot run."""
+    if logits.device.type != "cpu" or logits.dtype is not torch.float32 or logits.requires_grad:
+        return None
+    compiled = library()
+    if compiled is None or not logits.is_contiguous():
+        return None
+    vocab_size, batch = logits.shape[-1], logits.shape[:-1]
+    k = min(k, vocab_size)
+    tokens, values = logits.new_empty((*batch, k), dtype=torch.int64), logits.new_empty((*batch, k))
+    sums = logits.new_empty((*batch, 1))
+    where = sums.data_ptr() if has_sums else None
+    sizes = (sums.numel(), vocab_size, k)
+    compiled.highest(logits.data_ptr(), *sizes, tokens.data_ptr(), values.data_ptr(), where)
+    return tokens, values, sums
+
+
+def _top_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_logits` by torch.
 
     Two steps over fewer numbers are faster: find the k blocks with the highest maxima, then the top k inside them.
     """

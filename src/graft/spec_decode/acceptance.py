@@ -32,13 +32,15 @@ class Accepted:
 
 def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Accepted:
     """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
-    logits, index = verified.logits, verified.index
+    logits, index = verified.logits, verified.index.tolist()
     num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, [True] * num_rows
     while any(walking):
-        places = index[torch.arange(num_rows), torch.tensor(node)].to(logits.device)
-        tokens = chooser.choose(logits[places], walking).tolist()
+        places = [own[at] for own, at in zip(index, node, strict=True)]
+        # A single row's logits are read in place.
+        own_logits = logits[places[0]][None] if num_rows == 1 else logits[torch.tensor(places, device=logits.device)]
+        tokens = chooser.choose(own_logits, walking).tolist()
         for row in (row for row in range(num_rows) if walking[row]):
             accepted.tokens[row].append(tokens[row])
             child = children[row].get((node[row], tokens[row]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.model.noise import ComingDraws
+from graft.model.verified import top_probabilities
 from graft.settings import Settings, check_size
 from graft.tree.candidates import Level
 
@@ -233,8 +234,7 @@ def likeliest(
     if draws is not None:
         ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
         logits = draws.perturbed(logits, ids, depth, sharpness)
-    q, places = logits.softmax(dim=-1).topk(topk, dim=-1)
-    return places, q
+    return top_probabilities(logits, topk)
 
 
 class BeamSearch:

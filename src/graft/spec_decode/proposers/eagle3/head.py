@@ -63,7 +63,7 @@ class Eagle3Head(DraftHead):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in range(num_features))
         self.fc = nn.Linear(num_features * width, config.hidden_size, bias=False)
-        self.midlayer = _DecoderLayer(config)
+        self.midlayer = DecoderLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
@@ -123,19 +123,19 @@ class Eagle3Head(DraftHead):
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """The layer's parameters, which `Eagle3Head` uses."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = _Projections(config)
+        self.self_attn = Projections(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config.llama())
 
 
-class _Projections(nn.Module):
+class Projections(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         both, heads, kv_heads = 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads

@@ -1,0 +1,80 @@
+"""Fused forward of the EAGLE-3 head on a CPU: its layer and all around it are one call of `model/cpu_layers.c`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from graft.model.attention import Visibility
+from graft.model.cpu_layers import CpuLayers, all_readable
+from graft.model.cpu_linear import MAX_TOKENS, FewTokensLinear
+from graft.model.fusable import MAX_HEAD_DIM, hooked_module
+from graft.model.kv_cache import KVCache
+from graft.spec_decode.proposers.draft_head import Rotary
+from graft.spec_decode.proposers.eagle3.head import DecoderLayer, Eagle3Head, Projections
+
+_KINDS = {
+    *(Eagle3Head, DecoderLayer, Projections, LlamaMLP, Rotary),
+    *(FewTokensLinear, nn.RMSNorm, SiLUActivation, nn.Embedding, nn.ModuleList),
+}
+
+
+class CpuHead(CpuLayers):
+    """A head in fused layers."""
+
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, head: Eagle3Head) -> None:
+        """head: one for which `can_fuse` is true."""
+        config = head.config
+        norms: Any = head.fc_norm if config.fc_norm else [head.input_norm] if config.norm_before_fc else []
+        super().__init__(
+            [head.midlayer],
+            head.norm,
+            (config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+            config.rms_norm_eps,
+            config.head_dim**-0.5,
+            fc=head.fc,
+            feature_norms=norms,
+            adds_to_normed=config.norm_before_residual,
+        )
+        self._head = head
+
+    def run(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        seen: Visibility,
+        positions: Tensor,
+        hidden: Tensor | None,
+        features: Tensor | None = None,
+        outputs: Tensor | None = None,
+    ) -> Tensor | None:
+        """As `Eagle3Drafter._outputs`. None: a weight has changed, and the layers must be made anew."""
+        head = self._head
+        embeddings = head.embed(tokens)[0]
+        stream = embeddings.new_empty(embeddings.shape) if hidden is None else hidden[0].clone()
+        rotations = head.rotary(stream[None], positions)
+        found = self.run_layers(cache, seen, stream, rotations, (), embeddings, features, outputs)
+        if found is None:
+            return None
+        normed = found[0]
+        return (normed if head.config.norm_output else stream[: len(normed)])[None]
+
+
+def can_fuse(head: Eagle3Head) -> bool:
+    """Whether the library can run the head: `speed_up` has changed its linear layers, and all else is as usual."""
+    config, parts = head.config, list(head.modules())
+    if any(type(part) not in _KINDS for part in parts) or hooked_module(head) is not None:
+        return False
+    is_usual = all(
+        part.bias is None if isinstance(part, nn.Linear) else part.eps == config.rms_norm_eps
+        for part in parts
+        if isinstance(part, (nn.Linear, nn.RMSNorm))
+    )
+    embedding = [head.target_embedding] if head.target_embedding is not None else []
+    is_known = is_usual and config.sliding_window is None and config.head_dim <= MAX_HEAD_DIM
+    return is_known and all_readable([*head.parameters(), *embedding])
