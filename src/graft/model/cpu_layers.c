@@ -116,12 +116,32 @@ static inline vec exp_of(vec x) {
     return (vec)((words)(p * power) & ~too_small);
 }
 
+/* Each lane gets its neighbour's number: that of the lane whose number differs by the power of two `step`, a literal. */
+static ALWAYS_INLINE vec swapped(vec x, uint32_t step) {
+    words lanes;
+    UNROLL for (uint32_t i = 0; i < LANES; i++) lanes[i] = i ^ step;
+    return pick(x, x, lanes);
+}
+
 static inline float sum_of(vec x) {
-    float each[LANES];
-    memcpy(each, &x, sizeof each);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) each[i] += each[i + half];
-    return each[0];
+    x += swapped(x, 1);
+    x += swapped(x, 2);
+    if (LANES > 4) x += swapped(x, 4 % LANES);
+    if (LANES > 8) x += swapped(x, 8 % LANES);
+    return x[0];
+}
+
+static inline vec larger(vec x, vec y) {
+    const words is_larger = (words)(x > y);
+    return (vec)(((words)x & is_larger) | ((words)y & ~is_larger));
+}
+
+static inline float highest_of(vec x) {
+    x = larger(x, swapped(x, 1));
+    x = larger(x, swapped(x, 2));
+    if (LANES > 4) x = larger(x, swapped(x, 4 % LANES));
+    if (LANES > 8) x = larger(x, swapped(x, 8 % LANES));
+    return x[0];
 }
 
 static float inverse_norm(const float *x, long size, double eps) {
@@ -210,62 +230,98 @@ static void multiply_all(State *state, long num_jobs, long is_gated) {
     run(state, multiply_share, work >= SMALL);
 }
 
-/* Half as many vectors, with the sums of two lanes each. A macro, because the lanes' numbers must be constants. */
-#define HALVE(STEP)                                                            \
-    if (STEP < LANES) {                                                        \
-        words low, high;                                                       \
-        UNROLL for (int i = 0; i < LANES; i++) {                               \
-            low[i] = (uint32_t)(i & STEP ? LANES + i - STEP : i);              \
-            high[i] = (uint32_t)(i & STEP ? LANES + i : i + STEP);             \
-        }                                                                      \
-        UNROLL for (int i = 0; i < LANES / (2 * STEP); i++)                    \
-            x[i] = pick(x[2 * i], x[2 * i + 1], low) + pick(x[2 * i], x[2 * i + 1], high); \
+/* A step of a transposition: swaps blocks of STEP lanes. A macro, because the lanes' numbers must be constants. */
+#define SWAP_BLOCKS(STEP)                                          \
+    if (STEP < LANES) {                                            \
+        words low, high;                                           \
+        UNROLL for (int i = 0; i < LANES; i++) {                   \
+            low[i] = (uint32_t)(i & STEP ? LANES + i - STEP : i);  \
+            high[i] = (uint32_t)(i & STEP ? LANES + i : i + STEP); \
+        }                                                          \
+        UNROLL for (int i = 0; i < LANES; i++) {                   \
+            if (i & STEP) continue;                                \
+            const vec a = x[i], b = x[(i + STEP) % LANES];         \
+            x[i] = pick(a, b, low);                                \
+            x[(i + STEP) % LANES] = pick(a, b, high);              \
+        }                                                          \
     }
 
-/* Lane i of the result is the sum of x[i]. Overwrites x. */
-static ALWAYS_INLINE vec sums_of(vec x[LANES]) {
-    HALVE(1) HALVE(2) HALVE(4) HALVE(8)
-    return x[0];
+/* Transpose keys, so that a vector holds one number of LANES keys: turned[dim][PAGE]. */
+static void turn(const float *const *keys, long count, long dim, float *turned) {
+    for (long j = 0; j < count; j += LANES) {
+        const float *key[LANES];
+        UNROLL for (int i = 0; i < LANES; i++) key[i] = keys[j + i < count ? j + i : count - 1];
+        long d = 0;
+        for (; d + LANES <= dim; d += LANES) {
+            vec x[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) x[i] = *(const vec *)(key[i] + d);
+            SWAP_BLOCKS(1) SWAP_BLOCKS(2) SWAP_BLOCKS(4) SWAP_BLOCKS(8)
+            UNROLL for (int i = 0; i < LANES; i++) *(vec *)(turned + (d + i) * PAGE + j) = x[i];
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < LANES; i++) turned[d * PAGE + j + i] = key[i][d];
+    }
 }
 
-/* The next numbers; zeros after the last `left`. */
-static inline vec load(const float *x, long left) {
-    if (left >= LANES) return *(const vec *)x;
-    vec part = {0};
-    memcpy(&part, x, (size_t)left * sizeof(float));
-    return part;
-}
+/* A query of attention, and what it has summed so far. */
+typedef struct {
+    const float *query;
+    const uint8_t *seen; /* which keys of the step it sees */
+    float *out;
+    float highest, total, sums[MAX_DIM]; /* of full pages: highest score, and sums of weights and weighted values */
+    long num_keys;                       /* of the page that it fills */
+    float scores[PAGE];
+    const float *values[PAGE];
+} Query;
 
-/* Products of queries and keys. num_queries is a literal, so that the sums stay in registers. */
-static ALWAYS_INLINE void score(
-    int num_queries, const float *const *queries, const float *const *keys, long count, long dim, float *const *scores) {
-    for (long j = 0; j < count; j += KEYS) {
-        const float *key[KEYS];
-        UNROLL for (int n = 0; n < KEYS; n++) key[n] = keys[j + n < count ? j + n : count - 1];
-        vec products[QUERIES * KEYS];
-        UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p] = (vec){0};
-        for (long d = 0; d < dim; d += LANES) {
+/* Products of QUERIES queries and transposed keys. */
+static void score(const Query *queries, const float *turned, long count, long dim, float scores[QUERIES][PAGE]) {
+    for (long j = 0; j < count; j += LANES * KEYS) {
+        vec products[QUERIES][KEYS];
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p++) products[p / KEYS][p % KEYS] = (vec){0};
+        for (long d = 0; d < dim; d++) {
             vec parts[KEYS];
-            UNROLL for (int n = 0; n < KEYS; n++) parts[n] = load(key[n] + d, dim - d);
-            UNROLL for (int i = 0; i < num_queries; i++) {
-                const vec query = load(queries[i] + d, dim - d);
-                UNROLL for (int n = 0; n < KEYS; n++) products[i * KEYS + n] += parts[n] * query;
+            UNROLL for (int n = 0; n < KEYS; n++) parts[n] = *(const vec *)(turned + d * PAGE + j + n * LANES);
+            UNROLL for (int i = 0; i < QUERIES; i++) {
+                UNROLL for (int n = 0; n < KEYS; n++) products[i][n] += parts[n] * queries[i].query[d];
             }
         }
-        float sums[QUERIES * KEYS];
-        UNROLL for (int p = 0; p < num_queries * KEYS; p += LANES) *(vec *)(sums + p) = sums_of(products + p);
-        UNROLL for (int i = 0; i < num_queries; i++) memcpy(scores[i] + j, sums + i * KEYS, KEYS * sizeof(float));
+        UNROLL for (int p = 0; p < QUERIES * KEYS; p++)
+            *(vec *)(scores[p / KEYS] + j + p % KEYS * LANES) = products[p / KEYS][p % KEYS];
     }
 }
 
-/* Add values, weighted, to the sums of queries. */
+/* Turn a page's scores into weights, and scale what was summed before to the new highest score. */
+static void weigh(Query *query, float *scores, long count, float scale, long dim) {
+    for (long j = count; j < PAGE; j++) scores[j] = -INFINITY;
+    vec most = (vec){0} + query->highest;
+    UNROLL for (long j = 0; j < PAGE; j += LANES) {
+        vec *part = (vec *)(scores + j);
+        *part *= scale;
+        most = larger(*part, most);
+    }
+    const float highest = highest_of(most);
+    vec change = {0}, added = {0};
+    change[0] = query->highest - highest;
+    const float factor = query->highest == -INFINITY ? 0 : exp_of(change)[0];
+    UNROLL for (long j = 0; j < PAGE; j += LANES) {
+        vec *part = (vec *)(scores + j);
+        *part = exp_of(*part - highest);
+        added += *part;
+    }
+    query->highest = highest, query->total = query->total * factor + sum_of(added);
+    if (factor != 1)
+        for (long d = 0; d < dim; d++) query->sums[d] *= factor;
+}
+
+/* Add weighted values to the sums of queries. num_queries is a literal, so that the sums stay in registers. */
 static ALWAYS_INLINE void add_values(
-    int num_queries, float *const *weights, const float *const *values, long count, long dim, float (*sums)[MAX_DIM]) {
+    int num_queries, Query *queries, float (*weights)[PAGE], const float *const *values, long count, long dim) {
     long d = 0;
     for (; d + LANES * KEYS <= dim; d += LANES * KEYS) {
         vec parts[QUERIES][KEYS];
         UNROLL for (int p = 0; p < num_queries * KEYS; p++)
-            parts[p / KEYS][p % KEYS] = *(const vec *)(sums[p / KEYS] + d + p % KEYS * LANES);
+            parts[p / KEYS][p % KEYS] = *(const vec *)(queries[p / KEYS].sums + d + p % KEYS * LANES);
         for (long j = 0; j < count; j++) {
             vec value[KEYS];
             UNROLL for (int n = 0; n < KEYS; n++) value[n] = *(const vec *)(values[j] + d + n * LANES);
@@ -274,41 +330,18 @@ static ALWAYS_INLINE void add_values(
             }
         }
         UNROLL for (int p = 0; p < num_queries * KEYS; p++)
-            *(vec *)(sums[p / KEYS] + d + p % KEYS * LANES) = parts[p / KEYS][p % KEYS];
+            *(vec *)(queries[p / KEYS].sums + d + p % KEYS * LANES) = parts[p / KEYS][p % KEYS];
     }
     for (long j = 0; j < count; j++)
         for (int i = 0; i < num_queries; i++)
-            for (long rest = d; rest < dim; rest++) sums[i][rest] += values[j][rest] * weights[i][j];
+            for (long rest = d; rest < dim; rest++) queries[i].sums[rest] += values[j][rest] * weights[i][j];
 }
 
-/* What a query has summed of the pages so far. */
-typedef struct {
-    float highest, total;
-} Softmax;
-
-/* Turn a page's products into weights, and scale what was summed before to the new highest score. */
-static void weigh(float *scores, long count, float scale, Softmax *so_far, float *sums, long dim) {
-    for (long j = count; j < PAGE; j++) scores[j] = -INFINITY;
-    vec most = (vec){0} + so_far->highest;
-    for (long j = 0; j < PAGE; j += LANES) {
-        vec *part = (vec *)(scores + j);
-        *part *= scale;
-        const words is_more = (words)(*part > most);
-        most = (vec)(((words)*part & is_more) | ((words)most & ~is_more));
-    }
-    float highest = most[0];
-    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-    vec change = {0}, added = {0};
-    change[0] = so_far->highest - highest;
-    const float factor = so_far->highest == -INFINITY ? 0 : exp_of(change)[0];
-    for (long j = 0; j < PAGE; j += LANES) {
-        vec *part = (vec *)(scores + j);
-        *part = exp_of(*part - highest);
-        added += *part;
-    }
-    *so_far = (Softmax){highest, so_far->total * factor + sum_of(added)};
-    if (factor != 1)
-        for (long d = 0; d < dim; d++) sums[d] *= factor;
+/* Sum the page that a query has filled. */
+static void finish_page(Query *query, float scale, long dim) {
+    weigh(query, query->scores, query->num_keys, scale, dim);
+    add_values(1, query, &query->scores, query->values, query->num_keys, dim);
+    query->num_keys = 0;
 }
 
 /* Attention of up to TOGETHER queries of one row, which share a key head.
@@ -318,61 +351,54 @@ static void weigh(float *scores, long count, float scale, Softmax *so_far, float
 static void attend(const State *state, const Row *row, long kv_head, long first, long num_queries) {
     const Model *model = state->model;
     const long dim = model->head_dim, group = model->heads / model->kv_heads, stride = model->kv_heads * dim;
-    const float *queries[TOGETHER];
-    const uint8_t *seen[TOGETHER];
-    long next[TOGETHER]; /* where a query looks for the next key of its path */
-    float *outs[TOGETHER], *scores[TOGETHER], room[TOGETHER][PAGE + KEYS], sums[TOGETHER][MAX_DIM];
-    const float *own_values[TOGETHER][PAGE];
-    long num_own[TOGETHER];
-    Softmax so_far[TOGETHER];
+    const float scale = (float)model->scale, *keys[PAGE], *values[PAGE];
+    float turned[MAX_DIM * PAGE], scores[QUERIES][PAGE];
+    Query queries[TOGETHER];
     for (long i = 0; i < TOGETHER; i++) { /* surplus ones repeat the last */
-        const long query = first + (i < num_queries ? i : num_queries - 1), token = query / group;
-        const long at = (row->first + token) * model->heads * dim + (kv_head * group + query % group) * dim;
-        queries[i] = state->q + at, outs[i] = state->attended + at, seen[i] = row->seen + token * row->num_own;
-        so_far[i] = (Softmax){-INFINITY, 0}, scores[i] = room[i];
-        memset(sums[i], 0, (size_t)dim * sizeof(float));
+        const long number = first + (i < num_queries ? i : num_queries - 1), token = number / group;
+        const long at = (row->first + token) * model->heads * dim + (kv_head * group + number % group) * dim;
+        Query *query = &queries[i];
+        query->query = state->q + at, query->out = state->attended + at, query->seen = row->seen + token * row->num_own;
+        query->highest = -INFINITY, query->total = 0, query->num_keys = 0;
+        memset(query->sums, 0, (size_t)dim * sizeof(float));
     }
-    /* What all see, without gaps, counts as text, and is read by several queries together. */
-    long length = row->length, shared = 1;
-    for (long key = 0; key < row->num_own && shared; key++) {
-        for (long i = 0; i < num_queries; i++) shared &= seen[i][key];
-        length += shared;
+    /* Keys of the step that all see count as text, up to the first that one does not see. */
+    long length = row->length, end = row->length;
+    for (long key = 0; key < row->num_own; key++) {
+        long num_seen = 0;
+        for (long i = 0; i < num_queries; i++) num_seen += queries[i].seen[key];
+        if (num_seen == num_queries && length == row->length + key) length++;
+        if (num_seen > 0) end = row->length + key + 1;
     }
-    for (long i = 0; i < TOGETHER; i++) next[i] = length - row->length;
-    for (long start = 0; start < row->length + row->num_own; start += PAGE) {
-        const long num_text = length < start ? 0 : length - start < PAGE ? length - start : PAGE;
-        const float *keys[PAGE], *values[PAGE];
-        for (long j = 0; j < num_text; j++) {
+    for (long start = 0; start < end; start += PAGE) {
+        const long count = end - start < PAGE ? end - start : PAGE;
+        for (long j = 0; j < count; j++) {
             const long at = (row->pages[start / PAGE] * PAGE + j) * stride + kv_head * dim;
             keys[j] = state->keys + at, values[j] = state->values + at;
         }
-        /* All keys, then all values: each half of a page stays in the CPU cache. */
-        for (long block = 0; block < num_queries; block += QUERIES)
-            score(QUERIES, queries + block, keys, num_text, dim, scores + block);
-        for (long i = 0; i < num_queries; i++) {
-            const float *own_keys[PAGE];
-            float *own_scores = scores[i] + num_text;
-            long count = 0;
-            for (; num_text + count < PAGE && next[i] < row->num_own; next[i]++) {
-                if (!seen[i][next[i]]) continue;
-                const long place = row->length + next[i];
-                const long at = (row->pages[place / PAGE] * PAGE + place % PAGE) * stride + kv_head * dim;
-                own_keys[count] = state->keys + at, own_values[i][count++] = state->values + at;
+        turn(keys, count, dim, turned);
+        for (long block = 0; block < num_queries; block += QUERIES) {
+            Query *own = queries + block;
+            const long num_own = num_queries - block < QUERIES ? num_queries - block : QUERIES;
+            score(own, turned, count, dim, scores);
+            if (start + PAGE <= length) { /* the same page for all */
+                for (long i = 0; i < num_own; i++) weigh(&own[i], scores[i], PAGE, scale, dim);
+                add_values(QUERIES, own, scores, values, PAGE, dim);
+                continue;
             }
-            num_own[i] = count;
-            score(1, queries + i, own_keys, count, dim, &own_scores);
-            if (num_text + count > 0)
-                weigh(scores[i], num_text + count, (float)model->scale, &so_far[i], sums[i], dim);
-        }
-        for (long block = 0; block < num_queries; block += QUERIES)
-            add_values(QUERIES, scores + block, values, num_text, dim, sums + block);
-        for (long i = 0; i < num_queries; i++) {
-            float *own_scores = scores[i] + num_text;
-            add_values(1, &own_scores, own_values[i], num_own[i], dim, sums + i);
+            for (long i = 0; i < num_own; i++)
+                for (long j = 0; j < count; j++) {
+                    if (start + j >= length && !own[i].seen[start + j - row->length]) continue;
+                    if (own[i].num_keys == PAGE) finish_page(&own[i], scale, dim);
+                    own[i].scores[own[i].num_keys] = scores[i][j];
+                    own[i].values[own[i].num_keys++] = values[j];
+                }
         }
     }
-    for (long i = 0; i < num_queries; i++)
-        for (long d = 0; d < dim; d++) outs[i][d] = sums[i][d] / so_far[i].total;
+    for (Query *query = queries; query < queries + num_queries; query++) {
+        if (query->num_keys > 0) finish_page(query, scale, dim);
+        for (long d = 0; d < dim; d++) query->out[d] = query->sums[d] / query->total;
+    }
 }
 
 static void attend_share(void *data) {
