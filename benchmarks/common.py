@@ -69,11 +69,11 @@ def add_prompts(parser: argparse.ArgumentParser, limit: int | None, max_new_toke
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 
 
-def parse_with_dry_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of a script that needs a GPU, unless `--dry-run` is given."""
+def parse_with_dry_run(parser: argparse.ArgumentParser, needs_gpu: bool = True) -> argparse.Namespace:
+    """The options of a script that has a dry run, and otherwise may need a GPU."""
     parser.add_argument("--dry-run", action="store_true", help="use a tiny model, in Triton's interpreter if no GPU")
     options = parser.parse_args()
-    if DEVICE.type == "cpu" and not options.dry_run:
+    if needs_gpu and DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a tiny model without one")
     return options
 

@@ -1,6 +1,7 @@
-"""On a GPU, how often does decoding with trees diverge from plain decoding, with and without exact steps?
+"""How often does decoding with trees diverge from plain decoding? On a GPU with and without exact steps.
 
     python benchmarks/exactness.py --tokens 50000 --rows 16 --out exactness.json
+    python benchmarks/exactness.py --tokens 4000 --rows 8 --answer 128 --budget 15    # on a CPU
 
 Each prompt is answered plainly, and then once more with trees. The second time, every round continues with the token
 of the plain answer, whatever it would choose itself. So every position is compared, not only those before the first
@@ -26,7 +27,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from common import MODELS, TINY, all_prompts, command_line, make_model, parse_with_dry_run, write_json
+from common import DEVICE, MODELS, TINY, all_prompts, command_line, make_model, parse_with_dry_run, write_json
 from torch import Tensor
 
 from graft.engine import Engine
@@ -131,7 +132,7 @@ class Known(Policy):
         return DraftResult.without_drafts(DraftTree(self._budget, tokens, parents, sources.float(), sources, zeros))
 
     def _tree(self, sequence: TokenSequence, root: int) -> tuple[list[int], list[int]]:
-        place = sequence.stats.tokens
+        place = sequence.num_new
         following = self._answers[sequence][place : place + self._random.randrange(8)]
         tokens, parents, last = [root], [0], 0
         for node in range(1, self._budget + 1):
@@ -157,7 +158,9 @@ def main() -> None:
     parser.add_argument("--policy", default="known", help="whose trees are used; known: wide trees along the text")
     parser.add_argument("--budget", type=int, default=60, help="nodes of a tree")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    options = parse_with_dry_run(parser)
+    options = parse_with_dry_run(parser, needs_gpu=False)
+    if options.shape is not None and DEVICE.type == "cpu":
+        parser.error("--shape needs a GPU")
     if options.dry_run:
         CapturedTarget.widths = (1, 2)
         options.tokens, options.answer, options.rows, options.budget = 8, 4, 2, 1
@@ -172,16 +175,23 @@ def main() -> None:
         prompts = all_prompts(options.data, engine, options.answer)
 
     facts = {"model": options.shape or options.model} | {n: getattr(options, n) for n in ("policy", "budget", "rows")}
-    for name, is_exact in (("not exact", False), ("exact", True)):
+    on_a_gpu = (("not exact", False), ("exact", True))
+    is_on_a_cpu = engine.target.device.type == "cpu" and not options.dry_run
+    for name, is_exact in ((f"on a CPU in {engine.target.model.dtype}", None),) if is_on_a_cpu else on_a_gpu:
         tally = compare(engine, prompts, options, is_exact)
         print(f"{name}: {tally}", flush=True)
         facts[name] = vars(tally)
     write_json(options.out, facts)
 
 
-def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, is_exact: bool) -> Tally:
-    """Answers until enough positions are compared: all prompts, then all of them with the next seed."""
-    engine.target = target = CapturedTarget(engine.target.model, exact=is_exact)
+def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, is_exact: bool | None) -> Tally:
+    """Answers until enough positions are compared: all prompts, then all of them with the next seed.
+
+    is_exact: None: the engine's own steps.
+    """
+    if is_exact is not None:
+        engine.target = CapturedTarget(engine.target.model, exact=is_exact)
+    target = engine.target
     plain, tally, start = engine.policy, Tally(), time.perf_counter()
     groups = [prompts[first : first + options.rows] for first in range(0, len(prompts), options.rows)]
     for seed, group in ((seed, group) for seed in count() for group in groups):

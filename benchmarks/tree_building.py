@@ -197,7 +197,7 @@ def main() -> None:
     watch.watch(policy.budget, "best", "- number of nodes")
     watch.watch(policy.grafter, "_learn_pass_gains", "- gains of passes")
     watch.watch(policy, "learn", "learn")
-    watch.watch(graft.model.verified, "likeliest", LIKELIEST)
+    watch.watch(graft.model.verified, "top_logits", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")
     watch.watch(policy, "learn_accepted", "- calibration")
     watch.rounds.clear()

@@ -36,9 +36,15 @@ PRELOADED = (
     *("transformers.models.qwen3.modeling_qwen3", "fastapi", "fastapi.testclient", "uvicorn", "httpx", "openai"),
     *("llguidance.hf", "prometheus_client", "yaml", "typer", "rich.console"),
 )
-# The C library, the source that it is built of, which includes all others, and the flags of setup.py.
-LIBRARY, SOURCE = "src/graft/tree/_native.abi3.so", "src/graft/tree/native.c"
-FLAGS = ("-std=c99", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
+# By folder: the C library, the source that it is built of, which includes all others, and the flags of setup.py. Of
+# libraries for several processors, that for all of them: tests of its faults run it too.
+LIBRARIES = {
+    "src/graft/tree/": ("src/graft/tree/_native.abi3.so", "src/graft/tree/native.c", ("-std=c99", "-ffp-contract=off")),
+    "src/graft/model/": (
+        *("src/graft/model/_cpu_linear.abi3.so", "src/graft/model/cpu_linear.c"),
+        ("-ffp-contract=fast", "-fno-schedule-insns"),
+    ),
+}
 HELP = """\
 Plants faults in a temporary copy of the tree, one at a time, and runs for each only the tests that should notice.
 A fault that no test notices survives: write the test that kills it. The faults are in tests/planted_faults.py.
@@ -108,14 +114,16 @@ def copy_tree(target: Path) -> None:
 def planted(fault: Fault, copy: Path) -> Iterator[None]:
     """The copy with the fault in it, and its library built anew if the fault is in C."""
     changed = [copy / fault.file]
-    if fault.file.endswith(".c"):
-        changed.append(copy / LIBRARY)
+    library = next((each for folder, each in LIBRARIES.items() if fault.file.startswith(folder)), None)
+    library = library if fault.file.endswith(".c") else None
+    if library is not None:
+        changed.append(copy / library[0])
     before = {path: path.read_bytes() for path in changed}
     text = before[changed[0]].decode()
     _write(changed[0], text.replace(fault.old, fault.new).encode())
     try:
-        if fault.file.endswith(".c"):
-            _build(copy)
+        if library is not None:
+            _build(copy, *library)
         yield
     finally:
         for path, content in before.items():
@@ -129,9 +137,10 @@ def _write(path: Path, content: bytes) -> None:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def _build(copy: Path) -> None:
-    (copy / LIBRARY).unlink()
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, SOURCE, "-o", LIBRARY, "-lm"]
+def _build(copy: Path, library: str, source: str, flags: Sequence[str]) -> None:
+    (copy / library).unlink()
+    kind = ("-O2", "-fPIC", "-shared", *flags)
+    command = [*shlex.split(os.environ.get("CC", "cc")), *kind, source, "-o", library, "-lm"]
     subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True)
 
 

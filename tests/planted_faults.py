@@ -543,8 +543,17 @@ _FAULTS = r"""
 +            owner[name] is parameter
 ! test_cpu_layers.py::test_fused_layers_give_what_transformers_gives
 # CPU layers: a row's tokens are taken for those of the first row
--        first += own.count
-+        first += 0
+-        before += own.count
++        before += 0
+= src/graft/model/cpu_layers.c
+! test_cpu_layers.py::test_odd_sizes_on_every_processor_with_and_without_threads
+# CPU layers: a key that one query sees counts as seen by all
+-        if (num_seen == num_queries && length == row->length + key) length++;
++        if (num_seen > 0 && length == row->length + key) length++;
+! test_cpu_layers.py::test_a_token_gets_the_same_bits_in_any_step
+# CPU layers: a query's own page ends one key early
+-                    if (own[i].num_keys == PAGE) finish_page(&own[i], scale, dim);
++                    if (own[i].num_keys == PAGE - 1) finish_page(&own[i], scale, dim);
 = src/graft/spec_decode/proposers/eagle3/cpu_head.py
 ! test_cpu_head.py::test_a_fused_head_drafts_what_its_modules_draft
 # CPU head: attention is added to the hidden state where the head adds it to the normed one

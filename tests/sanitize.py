@@ -23,6 +23,8 @@ TESTS = [
     "test_tree.py",
     "test_grafter.py",
     "test_cpu_linear.py",
+    "test_cpu_layers.py",
+    "test_cpu_head.py",
     "test_block_drafter.py",
     "test_budget.py",
     "test_policies.py",

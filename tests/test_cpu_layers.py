@@ -183,6 +183,7 @@ def test_weights_that_change_while_a_text_is_decoded_are_used_at_once(change, pa
 def test_a_layer_that_is_replaced_or_hooked_is_not_left_out():
     model = cpu_sped(model_of("llama"))
     target = TargetRunner(model)
+    assert target.mode == "fused, exact in any batch"
     target.open(1, 8).release()
     assert target._fused.layers is not None
     hook = model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
@@ -195,6 +196,62 @@ def test_a_layer_that_is_replaced_or_hooked_is_not_left_out():
     layer.up_proj = torch.nn.Linear(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
     target.open(1, 8).release()
     assert target._fused.layers is None
+
+
+def other_norm(model):
+    model.model.norm = copy.deepcopy(model.model.norm)
+    model.model.norm.weight.data.mul_(2)
+
+
+def swapped_layers(model):
+    first, second = model.model.layers[:2]
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+def other_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def other_eps(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 10.0
+
+
+def other_last_eps(model):
+    model.model.norm.variance_epsilon = 10.0
+
+
+@pytest.mark.parametrize("change", [other_norm, swapped_layers, other_activation, other_eps, other_last_eps])
+def test_a_changed_module_is_used_for_the_next_text(change):
+    model = cpu_sped(model_of("llama"))
+    target = TargetRunner(model, TAPS)
+    run(target, (9,), 6)
+    change(model)
+    ours, theirs = run(target, (9,), 6), run(TargetRunner(copy.deepcopy(model), TAPS), (9,), 6)
+    plain = TargetRunner(copy.deepcopy(model), TAPS)
+    plain.refresh = lambda: None  # transformers runs it
+    torch.testing.assert_close(ours, run(plain, (9,), 6), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_of_other_shapes_are_left_to_transformers():
+    model = cpu_sped(model_of("llama"))
+    assert cpu_layers.can_fuse(model)
+    model.config.num_key_value_heads //= 2
+    assert not cpu_layers.can_fuse(model)
+
+
+def test_a_runner_that_has_run_can_be_copied():
+    target = TargetRunner(cpu_sped(model_of("llama")), TAPS)
+    expected = run(target, (9,), 6)
+    other = copy.deepcopy(target._fused)
+    other.refresh()
+    assert other.layers is not None and other.layers is not target._fused.layers
+    assert all(map(torch.equal, run(target, (9,), 6), expected))
+
+
+def test_a_tap_that_no_layer_has_is_an_error():
+    with pytest.raises(IndexError):
+        run(fused(model_of("llama"), taps=(9,)), (9,), 6)
 
 
 @pytest.mark.parametrize("policy", ["off", "graft"])

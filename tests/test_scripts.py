@@ -67,7 +67,7 @@ def run_script(monkeypatch, name, *words):
 
 
 def test_tree_building_finds_every_phase_that_it_times(monkeypatch, capsys):
-    monkeypatch.setattr(verified, "likeliest", verified.likeliest)  # which it replaces
+    monkeypatch.setattr(verified, "top_logits", verified.top_logits)  # which it replaces
     run_script(monkeypatch, "tree_building.py", "--texts", "1")
     assert "- candidates" in capsys.readouterr().out
 

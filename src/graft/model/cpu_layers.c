@@ -1,12 +1,12 @@
-/* Decoder layers of Llama-like models and of EAGLE-3 heads for few tokens, by the products of `cpu_linear.c`, which includes this file.
+/* Decoder layers of Llama-like models and of EAGLE-3 heads, by the products of `cpu_linear.c`, which includes this file.
 
    Each operation rounds as transformers' modules do, up to the order of sums. A token's result does not depend on the
    other tokens of the step, except through the keys and values that it sees. */
 
 #include <math.h>
 
-#define PAGE 64    /* tokens of a page of the KV cache */
-#define QUERIES 4  /* that read a key together */
+#define PAGE 64     /* tokens of a page of the KV cache */
+#define QUERIES 4   /* that read a key together */
 #define TOGETHER 32 /* queries that read a page together: a multiple of QUERIES */
 #define MAX_DIM 256
 
@@ -31,6 +31,7 @@ static inline vec pick(vec a, vec b, words lanes) {
 #endif
 
 const long graft_page = PAGE;
+const long graft_max_dim = MAX_DIM;
 
 typedef struct {
     const float *weight;  /* [n][k] */
@@ -77,7 +78,7 @@ typedef struct {
     long layer_stride;        /* numbers of a layer in them */
     const int64_t *taps;      /* layers whose inputs are wanted; num_layers means the normed output */
     long num_taps;
-    const int64_t *outputs;   /* ascending: tokens whose outputs are wanted, and which `rows` count; NULL: all */
+    const int64_t *outputs;   /* ascending: tokens whose outputs are wanted, `rows` then lists only these; NULL: all */
     long num_outputs;
     float *tapped;            /* [tokens][taps][hidden] */
     float *out;               /* [outputs][hidden] normed output */
@@ -291,8 +292,9 @@ static void score(const Query *queries, const float *turned, long count, long di
     }
 }
 
-/* Turn a page's scores into weights, and scale what was summed before to the new highest score. */
-static void weigh(Query *query, float *scores, long count, float scale, long dim) {
+/* Turn a page's scores into weights, and scale what was summed before to the new highest score. Never inlined, so that
+   it rounds alike wherever it is called. */
+static __attribute__((noinline)) void weigh(Query *query, float *scores, long count, float scale, long dim) {
     for (long j = count; j < PAGE; j++) scores[j] = -INFINITY;
     vec most = (vec){0} + query->highest;
     UNROLL for (long j = 0; j < PAGE; j += LANES) {

@@ -9,6 +9,7 @@ A token gets the same bits in every step: alone, in a tree, in a batch, or in a 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from graft.model.attention import Visibility
 from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, threads
-from graft.model.fusable import why_not, window_of
+from graft.model.fusable import MAX_HEAD_DIM, why_not, window_of
 from graft.model.kv_cache import PAGE, KVCache
 
 _PRODUCTS = (
@@ -151,16 +152,18 @@ class CpuLayers:
         `seen` is of the outputs. None: a weight has changed, and the layers must be made anew.
         """
         compiled, c, count = library(), self._c, len(stream)
-        assert compiled is not None and compiled.page == PAGE
+        assert compiled is not None and (compiled.page, compiled.max_dim) == (PAGE, MAX_HEAD_DIM)
         if cache.store.keys is None:
             cache.store.shape(stream, self._key_heads)
         keys, values = cache.store.stored
-        assert all(each is None or each.dtype is torch.float32 for each in (stream, embeddings, features, keys))
+        for each, width in ((stream, c.hidden), (embeddings, c.hidden), (features, c.fc.k)):
+            assert each is None or (each.dtype is torch.float32 and each.shape[-1] == width)  # C does not check
+        assert keys.dtype is torch.float32 and stream.is_contiguous()
         num_outputs = count if outputs is None else len(outputs)
         out, logits = (stream.new_empty(num_outputs, width) for width in (c.hidden, c.output.n))
         tapped = stream.new_empty(count, len(taps) * c.hidden)
         scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), count))
-        wanted = torch.tensor(taps, dtype=torch.int64)
+        wanted = torch.tensor([range(c.num_layers + 1)[tap] for tap in taps], dtype=torch.int64)
         inputs = [each.contiguous() if each is not None else None for each in (features, embeddings)]
         cos, sin = (each[0].contiguous() for each in rotations)
         rows, kept = _rows_of(seen, first, first + num_outputs)
@@ -191,7 +194,7 @@ class CpuLayers:
         packed = pack(layer.weight)
         self._packed.append(packed)
         is_bfloat16 = packed.dtype is torch.int16
-        return _Matrix(self._pointer(layer), packed.data_ptr(), layer.out_features, layer.in_features, is_bfloat16)
+        return _Matrix(self._pointer(layer), packed.data_ptr(), *layer.weight.shape, is_bfloat16)
 
     def _pointer(self, module: nn.Module, name: str = "weight") -> int | None:
         parameter: Any = module._parameters[name]
@@ -239,14 +242,23 @@ class Fused(Generic[_L]):
 
     def __init__(self, network: Any, can_fuse: Callable[[Any], bool], layers: Callable[[Any], _L]) -> None:
         self._network, self._can_fuse, self._new = network, can_fuse, layers
+        self._modules: list[nn.Module] = []  # of the network when its layers were made
         self.layers: _L | None = None  # None if the network's own code must run
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fused[_L]:
+        return Fused(copy.deepcopy(self._network, memo), self._can_fuse, self._new)
+
     def refresh(self) -> None:
-        """Check whether the network has changed, for example by a hook or by weights that moved."""
+        """Check whether the network has changed, for example by a hook, another module or weights that moved."""
+        modules = list(self._network.modules())
         if not self._can_fuse(self._network):
-            self.layers = None
-        elif self.layers is None or not self.layers.is_current():
-            self.layers = self._new(self._network)
+            self.layers, self._modules = None, []
+        elif (
+            self.layers is None
+            or not self.layers.is_current()
+            or list(map(id, modules)) != list(map(id, self._modules))
+        ):
+            self.layers, self._modules = self._new(self._network), modules
 
     def run(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the `run` of the layers returns; None if they cannot run these tokens now."""
@@ -260,7 +272,7 @@ class Fused(Generic[_L]):
             return self.run(tokens, *args, **kwargs)
         found = layers.run(tokens, *args, **kwargs)
         if found is None:
-            self.layers = None  # changed behind torch's back; the next text may use them again
+            self.layers = None  # torch did not count the change; the next text may use them again
         return found
 
 
@@ -270,8 +282,16 @@ def can_fuse(model: PreTrainedModel) -> bool:
         return False
     parts: Any = model
     layers = parts.model.layers
-    alike = {(layer.mlp.gate_proj.out_features, layer.self_attn.scaling) for layer in layers}
-    if len(alike) > 1 or any(window_of(layer.self_attn) is not None for layer in layers):
+    norms = {
+        part.variance_epsilon for layer in layers for part in (layer.input_layernorm, layer.post_attention_layernorm)
+    }
+    heads = [getattr(layer.self_attn, name, None) for layer in layers for name in ("q_norm", "k_norm")]
+    alike = (
+        {layer.self_attn.scaling for layer in layers},
+        {part.variance_epsilon for part in heads if part is not None},
+        norms | {parts.model.norm.variance_epsilon},
+    )
+    if any(len(values) > 1 for values in alike) or any(window_of(layer.self_attn) is not None for layer in layers):
         return False
     return all_readable(model.parameters())
 

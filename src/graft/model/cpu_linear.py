@@ -169,6 +169,7 @@ class Library(NamedTuple):
     highest: Callable[..., None]
     panel: int  # outputs of a panel
     page: int  # tokens of a page of the KV cache
+    max_dim: int  # the largest head_dim of attention
 
 
 @cache
@@ -178,7 +179,8 @@ def library() -> Library | None:
     variant = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     try:
         loaded: Any = compiled(HERE, f"_cpu_linear{variant}")
-        panel, page = (ctypes.c_long.in_dll(loaded, name).value for name in ("graft_panel", "graft_page"))
+        names = ("graft_panel", "graft_page", "graft_max_dim")
+        constants = [ctypes.c_long.in_dll(loaded, name).value for name in names]
         multiply, run_layers, scratch_size = loaded.graft_linear, loaded.graft_layers, loaded.graft_layers_scratch
         highest = loaded.graft_highest
     except (GraftError, ValueError, AttributeError):  # it was not built, or from older sources
@@ -189,7 +191,7 @@ def library() -> Library | None:
     scratch_size.argtypes = [ctypes.c_void_p, ctypes.c_long]
     multiply.restype = run_layers.restype = ctypes.c_int
     scratch_size.restype, highest.restype = ctypes.c_long, None
-    return Library(multiply, run_layers, scratch_size, highest, panel, page)
+    return Library(multiply, run_layers, scratch_size, highest, *constants)
 
 
 class _Threads(ctypes.Structure):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.activations import SiLUActivation
 
 _FAMILIES = {
     LlamaForCausalLM: "Llama",
@@ -60,6 +61,10 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
         others = (attention.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, parts.lm_head)
         if len(set(biases)) > 1 or any(p.bias is not None for p in others):
             return "it has biases beside those of queries, keys and values"
+        if not isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation)):
+            return f"its activation is {type(layer.mlp.act_fn).__name__}"
+    if [tuple(p.weight.shape) for p in plain] != _shapes_of(parts, config):
+        return "the shapes of its weights are not those of its config"
     return None
 
 
@@ -79,6 +84,15 @@ def hooked_module(model: nn.Module) -> str | None:
         if hooked or "forward" in vars(module) or hasattr(module, "_hf_hook"):
             return name or type(model).__name__
     return None
+
+
+def _shapes_of(model: Any, config: Any) -> list[tuple[int, int]]:
+    """The shapes that the config gives `lm_head` and each layer's products."""
+    attention, hidden, inner = model.model.layers[0].self_attn, config.hidden_size, config.intermediate_size
+    queries, keys = (heads * attention.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    layer = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    layer += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return [(config.vocab_size, hidden), *layer * len(model.model.layers)]
 
 
 def _parts_of(layer: Any) -> dict[nn.Module, str]:

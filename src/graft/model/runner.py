@@ -1,4 +1,4 @@
-"""TargetRunner: forwards of the target model over trees and prompt chunks, by transformers' own code.
+"""TargetRunner: forwards of the target model over trees and prompt chunks, by transformers' own code or on a CPU in C.
 
 A runner holds no sequences: callers pass the KV cache. `sampler` chooses tokens, `spec_decode.acceptance` accepts them.
 """
@@ -71,8 +71,10 @@ class TargetRunner:
 
     @property
     def mode(self) -> str:
-        """How steps run, in a few words: captured or eager, and when they are exact (docs/exactness.md)."""
-        return "eager"
+        """How steps run, in a few words: captured, fused or eager, and when they are exact (docs/exactness.md)."""
+        if self._fused.layers is None:
+            self.refresh()
+        return "fused, exact in any batch" if self._fused.layers is not None else "eager"
 
     def synchronize(self) -> None:
         """Wait for this thread's CUDA stream.

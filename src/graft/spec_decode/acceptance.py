@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from graft.tree.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -38,9 +36,7 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Accepted:
     node, walking = [0] * num_rows, [True] * num_rows
     while any(walking):
         places = [own[at] for own, at in zip(index, node, strict=True)]
-        # A single row's logits are read in place.
-        own_logits = logits[places[0]][None] if num_rows == 1 else logits[torch.tensor(places, device=logits.device)]
-        tokens = chooser.choose(own_logits, walking).tolist()
+        tokens = chooser.choose(logits[places], walking).tolist()
         for row in (row for row in range(num_rows) if walking[row]):
             accepted.tokens[row].append(tokens[row])
             child = children[row].get((node[row], tokens[row]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -25,7 +26,7 @@ _KINDS = {
 class CpuHead(CpuLayers):
     """A head in fused layers."""
 
-    max_tokens = MAX_TOKENS
+    max_tokens = MAX_TOKENS  # more are those of a prompt, for which torch's large products are faster
 
     def __init__(self, head: Eagle3Head) -> None:
         """head: one for which `can_fuse` is true."""
@@ -56,7 +57,11 @@ class CpuHead(CpuLayers):
         """As `Eagle3Drafter._outputs`. None: a weight has changed, and the layers must be made anew."""
         head = self._head
         embeddings = head.embed(tokens)[0]
-        stream = embeddings.new_empty(embeddings.shape) if hidden is None else hidden[0].clone()
+        stream = (
+            embeddings.new_empty(embeddings.shape)
+            if hidden is None
+            else hidden[0].clone(memory_format=torch.contiguous_format)
+        )
         rotations = head.rotary(stream[None], positions)
         found = self.run_layers(cache, seen, stream, rotations, (), embeddings, features, outputs)
         if found is None:
