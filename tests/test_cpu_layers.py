@@ -233,11 +233,12 @@ def test_a_changed_module_is_used_for_the_next_text(change):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_other_shapes_are_left_to_transformers():
-    model = cpu_sped(model_of("llama"))
-    assert cpu_layers.can_fuse(model)
+def test_layers_of_other_shapes_or_a_repeated_layer_are_left_to_transformers():
+    model, other = cpu_sped(model_of("llama")), cpu_sped(model_of("llama"))
+    assert cpu_layers.can_fuse(model) and cpu_layers.can_fuse(other)
     model.config.num_key_value_heads //= 2
-    assert not cpu_layers.can_fuse(model)
+    other.model.layers[1] = other.model.layers[0]
+    assert not cpu_layers.can_fuse(model) and not cpu_layers.can_fuse(other)
 
 
 def test_a_runner_that_has_run_can_be_copied():

@@ -63,6 +63,8 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
             return "it has biases beside those of queries, keys and values"
         if not isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation)):
             return f"its activation is {type(layer.mlp.act_fn).__name__}"
+    if [layer.self_attn.layer_idx for layer in parts.model.layers] != list(range(len(parts.model.layers))):
+        return "its layers are not numbered in their order"
     if [tuple(p.weight.shape) for p in plain] != _shapes_of(parts, config):
         return "the shapes of its weights are not those of its config"
     return None
