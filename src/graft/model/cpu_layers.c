@@ -1,4 +1,4 @@
-/* Decoder layers of Llama-like models and of EAGLE-3 heads, by the products of `cpu_linear.c`, which includes this file.
+/* Decoder layers of Llama-like models and of EAGLE-3 heads. `cpu_linear.c` includes this file, which uses its products.
 
    Each operation rounds as transformers' modules do, up to the order of sums. A token's result does not depend on the
    other tokens of the step, except through the keys and values that it sees. */
@@ -103,7 +103,8 @@ static inline vec exp_of(vec x) {
     const vec zero = {0};
     const words too_small = (words)(x < zero - 87.0f);
     const words too_large = (words)(x > zero + 88.0f);
-    x = (vec)(((words)x & ~too_small & ~too_large) | ((words)(zero - 87.0f) & too_small) | ((words)(zero + 88.0f) & too_large));
+    x = (vec)(((words)x & ~too_small & ~too_large) | ((words)(zero - 87.0f) & too_small) |
+              ((words)(zero + 88.0f) & too_large));
     const vec shifted = x * 1.44269504f + 12582912.0f; /* the low bits are those of the rounded sum */
     const vec n = shifted - 12582912.0f;
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -117,7 +118,7 @@ static inline vec exp_of(vec x) {
     return (vec)((words)(p * power) & ~too_small);
 }
 
-/* Each lane gets its neighbour's number: that of the lane whose number differs by the power of two `step`, a literal. */
+/* Swap lanes i and i ^ step. step is a literal. */
 static ALWAYS_INLINE vec swapped(vec x, uint32_t step) {
     words lanes;
     UNROLL for (uint32_t i = 0; i < LANES; i++) lanes[i] = i ^ step;
