@@ -58,9 +58,11 @@ def _devices() -> list[dict[str, Any]]:
     import torch
 
     from graft.machine import total_memory
+    from graft.model.cpu_linear import library
 
     cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": total_memory()}
-    devices = [cpu | {"threads": torch.get_num_threads(), "steps": "eager"}]
+    steps = "fused in fp32" if library() is not None else "eager: our C layers were not built"
+    devices = [cpu | {"threads": torch.get_num_threads(), "steps": steps}]
     steps = "captured" if find_spec("triton") is not None else "eager: Triton is missing"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
