@@ -76,10 +76,7 @@ def library(name: str, source: str, flags: list[str]) -> Extension:
         [f"src/graft/{source}"],
         extra_compile_args=flags,
         # Sources that others include: a source distribution has them, and a change of one builds the library anew.
-        depends=[
-            "src/graft/tree/native.c",
-            *sorted(glob.glob("src/graft/*/*.c") + glob.glob("src/graft/tree/native/*.c")),
-        ],
+        depends=sorted(glob.glob("src/graft/*/*.c") + glob.glob("src/graft/tree/native/*.c")),
         libraries=["m"] if os.name == "posix" else [],
         py_limited_api=True,
     )

@@ -11,7 +11,7 @@ from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.cpu_head import can_fuse
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
-from test_cpu_layers import ANEW, always_faster, cpu_sped, in_place, moved, unseen  # noqa: F401
+from test_cpu_layers import always_faster, cpu_sped, in_place, moved, run_as_on, unseen  # noqa: F401
 from test_cpu_linear import CAPABILITIES, needs_kernel
 from tiny import VOCAB, tiny_model
 
@@ -102,11 +102,7 @@ def test_beams_of_kept_nodes(keep):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("has_threads", [True, False])
 def test_odd_sizes_on_every_processor_with_and_without_threads(head_dim, capability, has_threads, monkeypatch):
-    for module in (cpu_layers, cpu_linear):
-        monkeypatch.setattr(module, "library", ANEW)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    if not has_threads:
-        monkeypatch.setattr(cpu_layers, "threads", lambda: None)
+    run_as_on(capability, monkeypatch, has_threads)
     sizes = {"head_dim": head_dim, "intermediate_size": 37, "hidden_size": 28, "own_embedding": True}
     head = make_head(tiny_model(), **sizes, norm_before_residual=True, fc_norm=True, target_layers=(0, 1))
     ours, theirs = fused_and_plain(head)

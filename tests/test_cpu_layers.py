@@ -26,6 +26,15 @@ def always_faster(monkeypatch):
     monkeypatch.setattr(cpu_linear, "_is_faster", lambda layers: True)
 
 
+def run_as_on(capability, monkeypatch, has_threads=True):
+    """The library of another processor, with or without threads."""
+    for module in (cpu_layers, cpu_linear):
+        monkeypatch.setattr(module, "library", ANEW)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if not has_threads:
+        monkeypatch.setattr(cpu_layers, "threads", lambda: None)
+
+
 def fused(model, taps=TAPS, **options):
     """A runner that cannot run the model by transformers' code, and its model."""
     model = copy.deepcopy(model)
@@ -74,11 +83,7 @@ def test_fused_layers_give_what_transformers_gives(name, lengths):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("has_threads", [True, False])
 def test_odd_sizes_on_every_processor_with_and_without_threads(head_dim, capability, has_threads, monkeypatch):
-    for module in (cpu_layers, cpu_linear):
-        monkeypatch.setattr(module, "library", ANEW)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    if not has_threads:
-        monkeypatch.setattr(cpu_layers, "threads", lambda: None)
+    run_as_on(capability, monkeypatch, has_threads)
     model = model_of("qwen3", head_dim=head_dim, intermediate_size=37, num_hidden_layers=3)
     ours, theirs = (run(target, (11, 4), 9) for target in (fused(model), TargetRunner(model, TAPS)))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -94,9 +99,7 @@ def test_nodes_that_were_run_before_serve_as_keys():
 @pytest.mark.parametrize("head_dim", [6, 24])
 def test_a_token_gets_the_same_bits_in_any_step(head_dim, capability, monkeypatch):
     """In a tree over the end of a page, in a step of its own, in chunks of a prompt, in a batch, and far behind."""
-    for module in (cpu_layers, cpu_linear):
-        monkeypatch.setattr(module, "library", ANEW)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    run_as_on(capability, monkeypatch)
     model = model_of("qwen3", head_dim=head_dim, max_position_embeddings=512)
     text = [random.Random(7).randrange(61) for _ in range(PAGE + 40)]
     length = PAGE - 3
