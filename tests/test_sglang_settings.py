@@ -134,10 +134,11 @@ def test_sizes_of_trees_follow_the_flags_or_the_variable():
         (4, 32, 5),
         (8, 16, 4),
         (16, 8, 3),
-        (32, 4, 2),
+        (64, 4, 2),
         (None, 1, 1),
     ]
     assert [tuple(size) for size in tree_sizes(None, 48, 6, max_requests=3)] == [(2, 48, 6), (None, 32, 5)]
+    assert [tuple(size) for size in tree_sizes(None, 6, 2)] == [(21, 6, 2), (64, 4, 2), (None, 1, 1)]
     assert [tuple(size) for size in tree_sizes(None, 3, 2)] == [(None, 3, 2)]
     assert [tuple(size) for size in tree_sizes("4:16,64:1", 48, 6)] == [(4, 16, 4), (None, 1, 1)]
     assert captured_sizes([1, 2, 4, 8, 12], 2, 5) == [4, 8] and captured_sizes([1, 2, 4], 2, None) == [4]

@@ -50,10 +50,7 @@ class Eagle3Settings(TrainSettings):
 
 def count_tokens(answers: Sequence[Answered], vocab_size: int) -> Tensor:
     """How often each token [vocab_size] occurs in the answers."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for answer in answers:
-        counts += answer.tokens[answer.num_prompt_tokens :].long().bincount(minlength=vocab_size)
-    return counts
+    return torch.cat([a.tokens[a.num_prompt_tokens :] for a in answers]).bincount(minlength=vocab_size)
 
 
 def draft_vocabulary(counts: Tensor, size: int | None = None) -> Tensor:

@@ -16,7 +16,7 @@ SWITCH = "GRAFT_SGLANG"
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 _USUAL_TOKENS = 128  # a step of this many tokens takes little longer than one of a few, since reading weights dominates
 _ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # SGLang's flags that allow one size
-_LEAST_PLACES = 4  # smallest default tree: smaller ones gain less than drafting costs
+_LEAST_PLACES, _MOST_TOKENS = 4, 256  # the smallest default tree, and the most tokens of a step of such trees
 _WORDS = {word: yes for yes, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()}
 _WANTED = {"bool": "1 or 0", "int": "a whole number"}  # for error messages, by the type of a setting
 
@@ -149,11 +149,16 @@ def captured_sizes(captured: Sequence[int], above: int, most: int | None) -> lis
 
 
 def _usual_places(num_places: int) -> list[tuple[int, int]]:
-    """The default sizes: all requests together have at most 128 places, and very large batches have no trees."""
+    """The default sizes: all requests together have at most 128 places, or 256 of the smallest trees.
+
+    Larger batches have no trees.
+    """
     found, own = [], num_places
     while own >= _LEAST_PLACES:
-        found.append((max(_USUAL_TOKENS // own, 1), own))
-        own = 1 << ((own - 1).bit_length() - 1)  # the next smaller power of two
+        smaller = 1 << ((own - 1).bit_length() - 1)  # the next smaller power of two
+        most_tokens = _USUAL_TOKENS if smaller >= _LEAST_PLACES else _MOST_TOKENS
+        found.append((max(most_tokens // own, 1), own))
+        own = smaller
     return [*found, (found[-1][0] + 1, 1)] if found else [(1, num_places)]
 
 
