@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 
 import pytest
 import torch
@@ -170,3 +171,17 @@ def test_torchs_openmp_is_found_whatever_its_folder_is_called(monkeypatch, tmp_p
     maps.write_bytes(b"\n".join([b"7e00-7e01 rw-p 00000000 00:00 0", *lines, b""]))
     monkeypatch.setattr(cpu, "MAPS", maps)
     assert cpu._openmp_libraries() == [os.fsdecode(own), os.fsdecode(other)]
+
+
+@pytest.mark.parametrize(("busy_turns", "is_faster"), [(0, True), (9, True), (99, False)])
+def test_a_busy_machine_does_not_keep_a_model_from_the_kernel(monkeypatch, busy_turns, is_faster):
+    turns = []
+
+    def ours(x, weight):
+        turns.append(1)
+        time.sleep(0.003 if len(turns) <= busy_turns else 0)
+
+    monkeypatch.setattr(cpu, "few_tokens_linear", ours)
+    monkeypatch.setattr(cpu, "linear", lambda x, weight: time.sleep(0.002))
+    assert cpu._is_faster([nn.Linear(4, 4)]) is is_faster
+    assert min(busy_turns, 15) < len(turns) and len(turns) >= 4
