@@ -155,7 +155,7 @@ def make_engine(options: argparse.Namespace, max_positions: int = 0) -> Engine:
         shape = Shape.named(options.as_cost_of)
         model = widen(model, shape)
         if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small draft model is not widened
-            drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
+            drafter = drafter_for(widen_head(drafter.head, plain.target.model, shape, model), drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")
     return engine

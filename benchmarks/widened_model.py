@@ -45,7 +45,7 @@ def main() -> None:
     if options.warmup is not None:
         (options.out / "warmup.json").write_text(json.dumps(prompts([options.warmup], NUM_WARMUP)))
     model = widen(plain.target.model, shape)
-    head = widen_head(drafter.head, shape, model)
+    head = widen_head(drafter.head, plain.target.model, shape, model)
     (block if isinstance(head, block.BlockHead) else eagle3).save_head(head, options.out / "head")
     model.save_pretrained(options.out / "model")
     plain.tokenizer.save_pretrained(options.out / "model")

@@ -103,7 +103,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     if not head.config.own_embedding:
         head.borrow_embedding(model.model.embed_tokens.weight)
     widened = widen(model, WIDE)
-    wide_head = widen_head(head, WIDE, widened)
+    wide_head = widen_head(head, model, WIDE, widened)
     assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
     drafters = Eagle3Drafter(head, SMALL_TREE), Eagle3Drafter(wide_head, SMALL_TREE)
@@ -111,14 +111,15 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     assert own.stats.accepted > 0, "some drafts were right"
 
 
-def test_an_mlp_that_is_large_for_its_head_stays_so(model):
+@pytest.mark.parametrize(("size", "expected"), [(100, 256), (24, 64)])  # 108 / 48 times as much, in multiples of 64
+def test_an_mlp_that_is_larger_or_smaller_than_the_targets_stays_so(model, size, expected):
     small = make_head(model)
-    head = Eagle3Head(replace(small.config, intermediate_size=100))
+    head = Eagle3Head(replace(small.config, intermediate_size=size))
     head.set_vocabulary(small.target_ids)
     head.borrow_embedding(model.model.embed_tokens.weight)
     widened = widen(model, WIDE)
-    wide_head = widen_head(head, WIDE, widened)
-    assert wide_head.config.intermediate_size == 256  # 100 / 32 of 72, as a multiple of 64
+    wide_head = widen_head(head, model, WIDE, widened)
+    assert wide_head.config.intermediate_size == expected
     assert_draft_alike((model, Eagle3Drafter(head, SMALL_TREE)), (widened, Eagle3Drafter(wide_head, SMALL_TREE)))
 
 
@@ -135,7 +136,7 @@ BLOCK_HEADS = {
 def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind):
     head = make_block_head(model, **BLOCK_HEADS[kind])
     widened = widen(model, WIDE)
-    wide_head = widen_head(head, WIDE, widened)
+    wide_head = widen_head(head, model, WIDE, widened)
     assert isinstance(wide_head, BlockHead)
     assert Shape.of_config(wide_head.config) == replace(WIDE, layers=2)
     assert wide_head.config.conditional_size == (64 if kind == "sized conditional" else None)

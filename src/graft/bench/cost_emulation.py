@@ -66,16 +66,22 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def widen_head(head: Eagle3Head | BlockHead, shape: Shape, model: LlamaForCausalLM) -> Eagle3Head | BlockHead:
-    """A head for the widened model that drafts what `head` drafts, with as many layers."""
+def widen_head(
+    head: Eagle3Head | BlockHead, target: PreTrainedModel, shape: Shape, model: LlamaForCausalLM
+) -> Eagle3Head | BlockHead:
+    """A head for `model`, the widened target, that drafts what `head` drafts, with as many layers.
+
+    An MLP that is larger or smaller than the target's stays so by the same factor.
+    """
     config = head.config
     small = Shape.of_config(config)
     _check_fits("head", small, shape, config.rope)
     require(config.target_hidden_size == small.hidden, "a head that is not as wide as its target cannot be widened")
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
     sizes["rms_norm_eps"] = config.rms_norm_eps * small.hidden / shape.hidden
-    if small.intermediate * shape.hidden > shape.intermediate * small.hidden:  # an MLP that is larger for its width
-        sizes["intermediate_size"] = 64 * math.ceil(small.intermediate * shape.hidden / small.hidden / 64)
+    usual = target.config.intermediate_size
+    if small.intermediate != usual:
+        sizes["intermediate_size"] = 64 * math.ceil(shape.intermediate * small.intermediate / usual / 64)
     widener = _Widener(small, shape, like=head.fc.weight)
     wide: Eagle3Head | BlockHead
     if isinstance(head, BlockHead):

@@ -183,7 +183,7 @@ def widened_engine(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> 
     if isinstance(drafter, EarlyExitDrafter):
         drafter = drafter.of_model(model)
     elif isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small draft model stays as it is
-        drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
+        drafter = drafter_for(widen_head(drafter.head, engine.target.model, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 
 
