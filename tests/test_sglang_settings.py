@@ -139,6 +139,8 @@ def test_sizes_of_trees_follow_the_flags_or_the_variable():
     ]
     assert [tuple(size) for size in tree_sizes(None, 48, 6, max_requests=3)] == [(2, 48, 6), (None, 32, 5)]
     assert [tuple(size) for size in tree_sizes(None, 6, 2)] == [(21, 6, 2), (64, 4, 2), (None, 1, 1)]
+    assert tree_sizes(None, 4, 2, largest_graph=48)[0].max_requests == 48, "larger batches run without a graph"
+    assert tree_sizes(None, 4, 2, largest_graph=8)[0].max_requests == 32
     assert [tuple(size) for size in tree_sizes(None, 3, 2)] == [(None, 3, 2)]
     assert [tuple(size) for size in tree_sizes("4:16,64:1", 48, 6)] == [(4, 16, 4), (None, 1, 1)]
     assert captured_sizes([1, 2, 4, 8, 12], 2, 5) == [4, 8] and captured_sizes([1, 2, 4], 2, None) == [4]

@@ -148,8 +148,8 @@ def can_run(input: Tensor, weight: Tensor) -> bool:
 def _is_faster(layers: list[nn.Linear]) -> bool:
     """Time the kernel and torch in turn over a few layers.
 
-    The best times count. The machine may be busy, so the kernel needs to be better after a few turns only, torch after
-    many.
+    The best times count. A busy machine can slow either, so the kernel is taken as soon as it is faster after a few
+    turns, and given up only after many.
     """
     weights = [layer.weight for layer in layers[:16]]
     generator = torch.Generator().manual_seed(0)  # the global one is the user's

@@ -50,7 +50,8 @@ class Eagle3Settings(TrainSettings):
 
 def count_tokens(answers: Sequence[Answered], vocab_size: int) -> Tensor:
     """How often each token [vocab_size] occurs in the answers."""
-    return torch.cat([a.tokens[a.num_prompt_tokens :] for a in answers]).bincount(minlength=vocab_size)
+    tokens = [answer.tokens[answer.num_prompt_tokens :].long() for answer in answers]
+    return torch.cat(tokens).bincount(minlength=vocab_size)
 
 
 def draft_vocabulary(counts: Tensor, size: int | None = None) -> Tensor:

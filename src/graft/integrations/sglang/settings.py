@@ -16,7 +16,8 @@ SWITCH = "GRAFT_SGLANG"
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 _USUAL_TOKENS = 128  # a step of this many tokens takes little longer than one of a few, since reading weights dominates
 _ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # SGLang's flags that allow one size
-_LEAST_PLACES, _MOST_TOKENS = 4, 256  # the smallest default tree, and the most tokens of a step of such trees
+_LEAST_PLACES = 4  # of a default tree; with 64 requests, 2 places gained less
+_MOST_TOKENS = 256  # of a step of the smallest trees
 _WORDS = {word: yes for yes, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()}
 _WANTED = {"bool": "1 or 0", "int": "a whole number"}  # for error messages, by the type of a setting
 
@@ -107,25 +108,34 @@ class TreeSize(NamedTuple):
     steps: int  # levels that the head drafts
 
 
-def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
-    """The sizes of a server's trees. Some flags allow only one size, because ranks or half batches could disagree."""
+def sizes_for(server_args: Any, settings: SGLangSettings, captured: Sequence[int] = ()) -> list[TreeSize]:
+    """The sizes of a server's trees. Some flags allow only one size, because ranks or half batches could disagree.
+
+    captured: the batch sizes for which SGLang captures graphs.
+    """
     most = (server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
     one = [name for name in _ONE_SIZE if getattr(server_args, name, False)]
     if one and settings.places is None:
         return [TreeSize(None, *most)]
-    sizes = tree_sizes(settings.places, *most, server_args.max_running_requests)
+    sizes = tree_sizes(settings.places, *most, server_args.max_running_requests, max(captured, default=None))
     flags = ", ".join("--" + name.replace("_", "-") for name in one)
     require(not one or len(sizes) == 1, f"{_variable('places')} must name one size of trees with {flags}")
     return sizes
 
 
-def tree_sizes(places: str | None, num_places: int, num_steps: int, max_requests: int | None = None) -> list[TreeSize]:
+def tree_sizes(
+    places: str | None,
+    num_places: int,
+    num_steps: int,
+    max_requests: int | None = None,
+    largest_graph: int | None = None,
+) -> list[TreeSize]:
     """The tree sizes by the number of requests decoded together, the fewest requests first.
 
     places: as in `SGLangSettings`. num_places, num_steps: SGLang's flags, the most of each. max_requests: the most
-    requests that can be decoded together.
+    requests that can be decoded together. largest_graph: the largest batch with a CUDA graph; None: unknown.
     """
-    by_requests = _usual_places(num_places) if places is None else _read_places(places, num_places)
+    by_requests = _usual_places(num_places, largest_graph) if places is None else _read_places(places, num_places)
     sizes = []
     for most, own in by_requests:
         # The number of levels of a tree that doubles its width at every level.
@@ -148,16 +158,17 @@ def captured_sizes(captured: Sequence[int], above: int, most: int | None) -> lis
     return needed or [max(captured)]
 
 
-def _usual_places(num_places: int) -> list[tuple[int, int]]:
+def _usual_places(num_places: int, largest_graph: int | None) -> list[tuple[int, int]]:
     """The default sizes: all requests together have at most 128 places, or 256 of the smallest trees.
 
-    Larger batches have no trees.
+    Larger batches have no trees, and nor have batches without a CUDA graph, if they have more than 128 places.
     """
     found, own = [], num_places
     while own >= _LEAST_PLACES:
-        smaller = 1 << ((own - 1).bit_length() - 1)  # the next smaller power of two
-        most_tokens = _USUAL_TOKENS if smaller >= _LEAST_PLACES else _MOST_TOKENS
-        found.append((max(most_tokens // own, 1), own))
+        smaller, most = 1 << ((own - 1).bit_length() - 1), max(_USUAL_TOKENS // own, 1)  # the next smaller power of two
+        if smaller < _LEAST_PLACES:
+            most = max(min(_MOST_TOKENS // own, largest_graph or _MOST_TOKENS), most)
+        found.append((most, own))
         own = smaller
     return [*found, (found[-1][0] + 1, 1)] if found else [(1, num_places)]
 

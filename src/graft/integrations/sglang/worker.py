@@ -54,8 +54,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         args_of, tables, kv = self.server_args, self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator
         self._tables = tables
         settings = _settings()
-        sizes = [size for size in sizes_for(args_of, settings) if size.places > 1]
         captured = release.current().decode_graphs(args_of).bs or ()
+        sizes = [size for size in sizes_for(args_of, settings, captured) if size.places > 1]
         # By places, the rows of the largest graph that has such trees. SGLang captures more for the largest trees.
         self._most_rows = {
             size.places: min((rows for rows in captured if rows >= size.max_requests), default=size.max_requests)
@@ -306,7 +306,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         os.environ.setdefault(_SKIP, "1")
         super().__init__(server_args, *args, **kwargs)
         self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
-        self._sizes = sizes_for(server_args, settings)
+        self._sizes = sizes_for(server_args, settings, release.current().decode_graphs(server_args).bs or ())
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
         self._present: dict[str, Any] = {}  # by id, the requests of the last round and later ones
