@@ -123,7 +123,6 @@ class SGLang:
             mem_fraction_static=0.85,
             max_total_tokens=options.kv_tokens,
             attention_backend=options.attention,
-            sampling_backend="pytorch",
             grammar_backend="none",
             page_size=1,
             disable_radix_cache=not options.prefix_cache,
