@@ -13,7 +13,6 @@ import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model.attention import Visibility
-from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack
-from graft.model.cpu_threads import ThreadChoice
+from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, threads
 from graft.model.fusable import MAX_HEAD_DIM, why_not, window_of
 from graft.model.kv_cache import PAGE, KVCache
 
@@ -33,7 +31,6 @@ _PRODUCTS = (
 _BIASES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "hidden_norm")
 _MOST = 128  # tokens of a call: the activations of more would not fit into a CPU cache
-_FEW = 20  # tokens of a call that mostly reads weights
 _L = TypeVar("_L", bound="CpuLayers")
 
 
@@ -112,7 +109,6 @@ class CpuLayers:
         self._held: list[tuple[dict[str, Any], str, nn.Parameter, int, int]] = []
         self._packed: list[Tensor] = []
         self._key_heads = heads[1:]
-        self._threads = ThreadChoice(), ThreadChoice()  # of calls of few tokens and of others
         self._layers = (_Layer * len(layers))(*map(self._layer_of, layers))
         self._feature_norms = (ctypes.c_void_p * len(feature_norms))(*map(self._pointer, feature_norms))
         first = self._layers[0].products
@@ -183,9 +179,7 @@ class CpuLayers:
             num_outputs,
             *map(_address, (tapped, out, logits, scratch)),
         )
-        call = partial(compiled.run_layers, ctypes.addressof(c), ctypes.addressof(step))
-        # A call takes about as long as so many tokens more, for reading the weights.
-        has_changed = self._threads[count > _FEW].run(call, count + _FEW)
+        has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
         del kept
         return None if has_changed else (out, tapped, logits)
 
