@@ -12,15 +12,15 @@ bandwidth of a copy measured in the same run. `ratio` is graph over limit. Steps
 `--without-overlap` also times a graph whose launches do not overlap (see `kernels/overlap.py`), in turns with the usual
 one, and compares the bits of their logits.
 
-`--draft-pass` instead times a pass of an EAGLE-3 head that expands its beams, in microseconds, with and without the
-noise of coming draws. The head has the model's shape and up to 32,768 draft tokens.
+`--draft-pass` instead times a pass of an EAGLE-3 head that expands its beams, in microseconds, with weights of 16 and
+of 8 bits, with and without the noise of coming draws. The head has the model's shape and up to 32,768 draft tokens.
 """
 
 import argparse
 import gc
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -144,35 +144,42 @@ def time_step(
 
 
 def time_draft_pass(name: str, target: CapturedTarget, context: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of a draft pass for rows of `context` tokens, by whether it knows the noise of coming draws."""
+    """Microseconds of a draft pass for rows of `context` tokens, by bits of the weights and knowledge of the noise."""
     num_rows, vocab_size = options.rows, min(target.vocab_size, 32_768)
     head = Eagle3Head(Eagle3Config.for_target(target.model.config, draft_vocab_size=vocab_size))
     head = head.to(common.DEVICE, common.DTYPE).requires_grad_(False)
     head.set_vocabulary(torch.arange(vocab_size, device=common.DEVICE))
     head.borrow_embedding(target.model.get_input_embeddings().weight)
-    drafter = CapturedEagle3Drafter(head, TreeSettings(depth=1, topk=2) if options.dry_run else None)
-    cache = target.open(num_rows, context + drafter.num_slots)
-    for row in cache.rows:
-        row.length = context
-    state = drafter.open(cache)
-    if not drafter.is_captured(state):
-        sys.exit("the head was not captured")
-    roots = torch.zeros(num_rows, dtype=torch.int64)
-    buffers = drafter._begin(state, roots, ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)]))
-    padded_context, times = drafter._context(state.rows), {False: [], True: []}
-    for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
-        shape = drafter._shape_of(num_rows, KEPT_OF_A_LEVEL, knows_draws)
-        drafter._run_root(buffers, shape)
-        expand = partial(drafter._run_expand, buffers, shape)
-        times[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
-    cache.release()
-    without, with_noise = (statistics.median(times[knows_draws]) for knows_draws in (False, True))
-    print(
-        f"{name}, context {context}, {num_rows} rows of {shape.beams} beams: a draft pass takes {without:.1f} us, and "
-        f"with the noise of coming draws {with_noise:.1f} us ({with_noise - without:+.1f})",
-        flush=True,
-    )
-    return {"shape": name, "context": context, "rows": num_rows, "without_us": without, "with_us": with_noise}
+    tree, times = TreeSettings(depth=1, topk=2) if options.dry_run else TreeSettings(), {}
+    for eight_bits in (False, True):
+        drafter = CapturedEagle3Drafter(head, replace(tree, eight_bits=eight_bits))
+        if drafter.fast.has_eight_bits != eight_bits:
+            continue
+        cache = target.open(num_rows, context + drafter.num_slots)
+        for row in cache.rows:
+            row.length = context
+        state = drafter.open(cache)
+        if not drafter.is_captured(state):
+            sys.exit("the head was not captured")
+        roots = torch.zeros(num_rows, dtype=torch.int64)
+        draws = ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)])
+        buffers, padded_context = drafter._begin(state, roots, draws), drafter._context(state.rows)
+        found: tuple[list[float], list[float]] = ([], [])
+        for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
+            shape = drafter._shape_of(num_rows, KEPT_OF_A_LEVEL, knows_draws)
+            drafter._run_root(buffers, shape)
+            expand = partial(drafter._run_expand, buffers, shape)
+            found[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
+        cache.release()
+        bits = "8" if eight_bits else "16"
+        without, with_noise = times[bits] = tuple(map(statistics.median, found))
+        print(
+            f"{name}, context {context}, {num_rows} rows of {shape.beams} beams, weights of {bits} bits: a draft pass "
+            f"takes {without:.1f} us, and with the noise of coming draws {with_noise:.1f} us "
+            f"({with_noise - without:+.1f})",
+            flush=True,
+        )
+    return {"shape": name, "context": context, "rows": num_rows, "us_without_and_with_noise_by_bits": times}
 
 
 def trees_of(width: int, rows: int) -> DraftTree:

@@ -46,8 +46,8 @@ class SmallDrafter(CapturedEagle3Drafter):
     contexts = (16, 32)
 
 
-def drafter_of(kind, model, settings=SMALL_TREE, **head):
-    return kind(make_head(model, **head).to(DEVICE), settings)
+def drafter_of(kind, model, settings=SMALL_TREE, dtype=None, **head):
+    return kind(make_head(model, **head).to(DEVICE, dtype), settings)
 
 
 class Text:

@@ -9,10 +9,10 @@ from tiny import VOCAB
 SMALL_TREE = TreeSettings(depth=3, topk=3, total_token=9)
 
 
-def make_head(model, seed=0, **changes):
+def make_head(model, seed=0, draft_vocab_size=40, **changes):
     torch.manual_seed(seed)
-    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=40, **changes))
-    head.set_vocabulary(torch.randperm(VOCAB)[:40].sort().values)
+    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=draft_vocab_size, **changes))
+    head.set_vocabulary(torch.randperm(max(VOCAB, draft_vocab_size))[:draft_vocab_size].sort().values)
     head.target_embedding = model.get_input_embeddings().weight.detach()
     with torch.no_grad():
         for parameter in head.parameters():

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import draw as draw_kernels
+from graft.model.kernels import eight_bits as eight_bit_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels.eight_bits import EIGHT_BITS
 from graft.model.layout import Layout
 from graft.model.noise import gumbel_noise, noise_of_tokens
 from graft.model.sampler import truncated
@@ -28,6 +30,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
     monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
+    monkeypatch.setattr(eight_bit_kernels, "in_eight_bits", in_eight_bits)
     monkeypatch.setattr(topk_kernels, "highest", highest)
     monkeypatch.setattr(draw_kernels, "draw", draw)
     monkeypatch.setattr(walk_kernels, "follow", follow)
@@ -58,7 +61,11 @@ def add_norm(
     added = stream if delta is None else stream + delta
     turns = weight.view(-1, weight.shape[-1]).repeat(len(added), 1)[: len(added)]
     results = added, _norm(added, turns, eps)
-    return tuple(new if out is None else out.copy_(new) for out, new in zip((total, normed), results, strict=True))
+    total, normed = (
+        new if out is None else out.copy_(fitted(new, out.dtype))
+        for out, new in zip((total, normed), results, strict=True)
+    )
+    return total, normed
 
 
 def rotate_and_store(
@@ -100,12 +107,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def multiply(
     products: matmul_kernels.Products,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | matmul_kernels.EightBits,
     bias: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
+    if isinstance(weight, matmul_kernels.EightBits):
+        product = nn.functional.linear(x.float(), weight.values.float()) * weight.factors
+        return fitted(silu_mul(product), x.dtype) if is_gated else product.to(weight.dtype)
     product = nn.functional.linear(x, weight, bias)
     return silu_mul(product) if is_gated else product
+
+
+def in_eight_bits(x: Tensor) -> Tensor:
+    return fitted(x, EIGHT_BITS)
+
+
+def fitted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.clamp(-448, 448).to(dtype) if dtype is EIGHT_BITS else x.to(dtype)
 
 
 def slots_of(tables: Tensor, table_rows: Tensor, index: Tensor) -> Tensor:
@@ -150,6 +168,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     tiles: attention_kernels.Tiles | None = None,
     scratch: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     _, heads, head_dim = query.shape
     rows = layout.rows.long()
@@ -174,7 +193,7 @@ def tree_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None].expand(len(scores), -1, -1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : len(steps)]
-    return torch.einsum("ths,tshd->thd", weights, value).flatten(1)
+    return fitted(torch.einsum("ths,tshd->thd", weights, value).flatten(1), dtype or query.dtype)
 
 
 def commit(
@@ -238,11 +257,12 @@ def enter(
     norms: tuple[Tensor, Tensor],
     eps: float,
     keeps_normed: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     hidden = hidden[: len(tokens)] if origins is None else hidden[origins.long()]
     normed = _norm(hidden, norms[1], eps)
     both = torch.cat([_norm(embedding[tokens.long()], norms[0], eps), normed], dim=-1)
-    return both, normed if keeps_normed else hidden
+    return fitted(both, dtype), normed if keeps_normed else hidden
 
 
 def follow(

@@ -20,7 +20,8 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import gate, overlap
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
-from graft.model.kernels.matmul import Products
+from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
+from graft.model.kernels.matmul import EightBits, Products
 from graft.model.layout import Layout
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.captured import CapturedDrafter
@@ -43,6 +44,10 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape))).to(DEVICE)
 
 
+def unwritten(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, torch.finfo(EIGHT_BITS).max if tensor.dtype is EIGHT_BITS else UNWRITTEN)
+
+
 def bits(tensors: list[Tensor]) -> list[bytes]:
     return [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in tensors]
 
@@ -54,7 +59,8 @@ def made(monkeypatch) -> Iterator[list[Tensor]]:
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make_filled(*args: Any, **options: Any) -> Tensor:
-            tensor = make(*args, **options).fill_(UNWRITTEN)
+            tensor = make(*args, **options)
+            tensor.copy_(unwritten(tensor))
             if tensor.numel():  # Triton's interpreter makes empty ones
                 tensors.append(tensor)
             return tensor
@@ -79,6 +85,15 @@ def product() -> Case:
 def activated_product() -> Case:
     x, weight = numbers(3, 64), numbers(128, 64)
     return [], lambda: Products(torch.device(DEVICE)).multiply(x, weight, is_gated=True)
+
+
+def product_in_8_bits() -> Case:
+    x, weight = numbers(3, 64).to(EIGHT_BITS), EightBits.of(numbers(128, 64).bfloat16())
+    return [], lambda: Products(torch.device(DEVICE)).multiply(x, weight)
+
+
+def in_8_bits() -> Case:
+    return [], lambda: in_eight_bits(numbers(3, 40))
 
 
 def silu_mul() -> Case:
@@ -148,7 +163,7 @@ def highest() -> Case:
 
 def enter() -> Case:
     inputs = (ints(1, 8, 0), numbers(9, 12), numbers(6, 12), ints(2, 0, 4), (numbers(12), numbers(12)))
-    return [], lambda: eagle3_kernels.enter(*inputs, 1e-5, False)
+    return [], lambda: eagle3_kernels.enter(*inputs, 1e-5, False, torch.float32)
 
 
 def keep_last() -> Case:
@@ -175,7 +190,7 @@ def spread() -> Case:
 
 
 KERNELS = [product, activated_product, silu_mul, add_norm, norm, add_norm_in_place, lay_out, rotate_and_store]
-KERNELS += [plan, attention, highest, enter, keep_last, take_roots, spread]
+KERNELS += [plan, attention, highest, enter, keep_last, take_roots, spread, product_in_8_bits, in_8_bits]
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.__name__)
@@ -191,7 +206,7 @@ def test_a_kernel_behind_a_gate_writes_nothing_or_the_same_bits(case, made):
     assert results[0][: len(before)] != before or not before, "without a gate the kernel writes"
     assert results[1] == results[0]
     assert results[2][: len(before)] == before
-    assert all(bool((part == UNWRITTEN).all()) for part in made)
+    assert all(bits([part]) == bits([unwritten(part)]) for part in made)
     assert made or before
 
 
@@ -225,13 +240,31 @@ def test_a_flag_is_one_int32(wrong):
     assert not gate.is_set()
 
 
-def test_launches_behind_a_gate_do_not_overlap(monkeypatch):
-    """The next kernel would start before this one has read the flag."""
-    monkeypatch.setattr(overlap, "_is_possible", lambda device: True)
-    with overlap.launches(True):
-        with gate.under(flag(1)):
-            assert overlap.options(torch.device(DEVICE)) == overlap.USUAL
-        assert overlap.options(torch.device(DEVICE))["OVERLAPS"]
+def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, monkeypatch):
+    """They would start before the flag is written. Those after the plan have inputs that are complete."""
+    model = tiny_model(hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=1).to(DEVICE)
+    text = Text(model, SmallDrafter, TreeSettings(depth=2, topk=8))
+    drafter: Any = text.drafter
+    _, state = text.open(PROMPT[:3])
+    text.levels(state, 1, keep=8)
+    shape = drafter._shape_of(1, 8)
+    launched = []
+    monkeypatch.setattr(overlap, "options", lambda device: launched.append(overlap._is_worth_it.get()) or overlap.USUAL)
+    for module, name in ((eagle3_kernels, "enter"), (attention_kernels, "plan"), (topk_kernels, "highest")):
+        function = getattr(module, name)
+
+        def noted(*given, name=name, function=function, **more):
+            launched.append(name if not overlap._is_worth_it.get() else f"{name} overlaps")
+            return function(*given, **more)
+
+        monkeypatch.setattr(module, name, noted)
+    drafter._run_root(drafter._buffers[state.pool], shape)
+    drafter._run_expand(drafter._buffers[state.pool], shape, 16)
+    names = [each for each in launched if isinstance(each, str)]
+    assert names == ["highest", "enter", "plan", "highest"]
+    inside = launched[launched.index("plan") + 1 : len(launched) - launched[::-1].index("highest") - 1]
+    assert len(inside) > 3 and all(inside), "8 beams are worth it"
+    assert not any(each is True for each in launched[: launched.index("plan")])
 
 
 # Whole passes

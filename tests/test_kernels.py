@@ -286,7 +286,7 @@ def test_inputs_of_the_eagle3_layer_match_pytorch(keeps_normed):
     embedding, hidden, norms = torch.randn(9, 12), torch.randn(6, 12), torch.randn(2, 12)
     tokens, origins = torch.tensor([1, 8, 0, 3]), torch.tensor([2, 0, 4, 4], dtype=torch.int32)
     for inputs in ((tokens, embedding, hidden, origins), (tokens, embedding, hidden, None)):
-        options = (tuple(norms.to(DEVICE)), 1e-5, keeps_normed)
+        options = (tuple(norms.to(DEVICE)), 1e-5, keeps_normed, torch.float32)
         there = [None if part is None else part.to(DEVICE) for part in inputs]
         expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
         ours = tuple(part.cpu() for part in eagle3_kernels.enter(*there, *options))

@@ -24,8 +24,7 @@ from graft.model.kernels import overlap
 from graft.model.kernels.matmul import Products, can_multiply
 
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
-_SMALL = 2**27  # bytes of a layer up to which launches overlap in all steps
-_OVERLAPPED = range(8, 65)  # tokens of the steps in which they overlap in larger layers too
+_SMALL = 2**27  # bytes of a layer up to which launches overlap in steps of any size
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class LayerStack:
             each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # still to be added to the stream
-        with overlap.launches(self._is_small or len(stream) in _OVERLAPPED):
+        with overlap.launches(self._is_small or len(stream) in overlap.FASTER):
             for number, layer in enumerate(self.layers):
                 stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
                 inputs.append(stream)
@@ -194,10 +193,11 @@ def attend_in_store(
     scale: float | None = None,
     window: int | None = None,
     scratch: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the store, and attend: [T, heads * head_dim].
 
-    seen: what the tokens see, if that differs from the step.
+    seen: what the tokens see, if that differs from the step. dtype: of the result; None: the queries'.
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
     layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
@@ -214,6 +214,7 @@ def attend_in_store(
         window=window,
         tiles=tiles,
         scratch=scratch,
+        dtype=dtype,
     )
 
 

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.model.kernels import gate, overlap
+from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
@@ -160,6 +161,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
@@ -167,6 +169,7 @@ def tree_attention(
     masked. At most one of the two is given.
     softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] scores of an extra key whose value is 0.
     scratch: at least `scratch_size` float32 numbers, which layers may share; None: allocated here.
+    dtype: of the result; None: the queries'.
     """
     num_tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -178,7 +181,7 @@ def tree_attention(
     if scratch is None:
         scratch = query.new_empty(num_states * (head_dim + 2), dtype=torch.float32)
     sums, maxima, totals = scratch[: num_states * (head_dim + 2)].split((num_states * head_dim, num_states, num_states))
-    out = query.new_empty(num_tokens, heads * head_dim)
+    out = query.new_empty(num_tokens, heads * head_dim, dtype=dtype or query.dtype)
 
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
@@ -1018,7 +1021,7 @@ def _combine_kernel(
     result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
     dims = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], fitted(result, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])

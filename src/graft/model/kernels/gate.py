@@ -7,7 +7,8 @@ outputs must be behind the same gate, or accept any content.
 Only our kernels have gates; PyTorch's operations always run. So behind a gate they must not write to memory that is
 used later, nor take indices from memory that a skipped kernel would have written.
 
-Launches behind a gate do not overlap (see `overlap`). So the kernel that wrote the flag has ended before it is read.
+The first launch behind a gate must be a usual one, which does not overlap (see `overlap`). So the kernel that wrote the
+flag has ended before it is read.
 """
 
 from __future__ import annotations

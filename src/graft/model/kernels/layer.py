@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graft.model.kernels import gate, overlap
 from graft.model.kernels.attention import slot_of
+from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
@@ -44,6 +45,7 @@ def add_norm(
 
     Several weights take turns: the first is that of token 0, the second that of token 1, and so on.
     total, normed: where to write the two results; None: new tensors. Without a delta, the total is the stream itself.
+    `normed` may be in 8 bits.
 
     The first kernel of a stack of layers has no delta. Its launch does not overlap, so it sees all earlier writes (see
     `overlap`).
@@ -190,7 +192,7 @@ def _add_norm_kernel(
         tl.store(total + start + columns, x, mask=inside)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    tl.store(normed + start + columns, rms_normed(x, scale, inverse), mask=inside)
+    tl.store(normed + start + columns, fitted(rms_normed(x, scale, inverse), normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["max_pages", "last_position"])

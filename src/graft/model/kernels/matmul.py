@@ -6,6 +6,9 @@ on the number of tokens, which changes the last bits.
 
 The product with gate and up weights includes the activation: a program computes gate and up of the same neurons, and
 rounds them as if they were stored in between.
+
+Weights and inputs in 8 bits (`EightBits`) take half the memory traffic. They change what is computed, so only drafts,
+which change no text, use them.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graft.model.kernels import gate, overlap
 from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels.eight_bits import EIGHT_BITS, fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import gated
 from graft.model.kernels.overlap import after_previous, start_next
 
 FEW = 2048  # the kernel is about as fast as PyTorch's for up to this many tokens
 _LARGE = 2**22  # and weights of at least this many numbers
+_LEAST_OF_EIGHT_BITS = (8, 9)  # compute capability
 _PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # an H200's, used without a GPU
 # (outputs, tokens) of a tile: (inputs of a block, warps). Instructions add a block's inputs one after the other.
 _TILES = {
@@ -109,6 +114,8 @@ def _rated_tiles(
         # one works while the other starts or ends.
         memory = shared_memory if columns * rows <= processors or outputs > 128 else shared_memory // 2
         size = (outputs + tokens) * dtype.itemsize
+        if dtype is EIGHT_BITS:
+            inputs *= 2
         while inputs > 64 and (num_inputs % inputs or memory < 3 * size * inputs):
             inputs //= 2
         stages = max(min(memory // (size * inputs), 8), 2)
@@ -118,6 +125,36 @@ def _rated_tiles(
 def _time_of(outputs: int, tokens: int, missing: int) -> float:
     """Nanoseconds for a block of 64 inputs, measured on an H200. Loads past the last token are slow."""
     return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """A weight in 8 bits, and what the products with it are to be multiplied by."""
+
+    values: Tensor  # [outputs, inputs] float8
+    factors: Tensor  # [outputs] float32
+    dtype: torch.dtype  # of the products
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor) -> EightBits:
+        largest = torch.finfo(EIGHT_BITS).max
+        factors = (weight.abs().amax(dim=1).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        values = torch.empty_like(weight, dtype=EIGHT_BITS)
+        for part, own, factor in zip(*(t.split(4096) for t in (values, weight, factors)), strict=True):
+            part.copy_(own.float() / factor[:, None])  # in parts, since float32 copies are large
+        return cls(values, factors, weight.dtype)
+
+    @staticmethod
+    def why_not(weight: Tensor) -> str | None:
+        """Why products with this weight cannot be in 8 bits, or should not; None if they can."""
+        if not can_multiply(weight.shape):
+            return "its sizes are not multiples of 64"
+        if weight.dtype is torch.float32:
+            return "whoever wants float32 wants all its bits"
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _LEAST_OF_EIGHT_BITS:
+            return "the GPU has no products in 8 bits"
+        return None
 
 
 class Products:
@@ -134,29 +171,43 @@ class Products:
             self._processors = properties.multi_processor_count
             self._shared_memory = getattr(properties, "shared_memory_per_block_optin", 2**16)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] by weight [outputs, inputs], plus bias [outputs]."""
-        if can_multiply(weight.shape) and self._is_ours(x, weight):
+    def __call__(self, x: Tensor, weight: Tensor | EightBits, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] by weight [outputs, inputs], plus bias [outputs]. Inputs are in 8 bits if the weight is."""
+        if isinstance(weight, EightBits) or (can_multiply(weight.shape) and self._is_ours(x, weight)):
             return self.multiply(x, weight, bias)
         return linear(x, weight, bias)
 
-    def activate(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [T, neurons] of x [T, inputs] by gate_up [2 * neurons, inputs], gates first."""
+    def activate(self, x: Tensor, gate_up: Tensor | EightBits) -> Tensor:
+        """silu(gate) * up [T, neurons] of x [T, inputs] by gate_up [2 * neurons, inputs], gates first.
+
+        With weights in 8 bits, the result is in 8 bits too.
+        """
+        if isinstance(gate_up, EightBits):
+            return self.multiply(x, gate_up, is_gated=True)
         if can_gate(gate_up.shape, x.dtype) and self._is_ours(x, gate_up):
             return self.multiply(x, gate_up, is_gated=True)
         return layer_kernels.silu_mul(self(x, gate_up))
 
     def multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None, is_gated: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor | EightBits,
+        bias: Tensor | None = None,
+        tile: Tile | None = None,
+        is_gated: bool = False,
     ) -> Tensor:
         """The product by the kernel. tile: None: the fastest. is_gated: compute `activate`, without a bias."""
+        factors, dtype = None, x.dtype
+        if isinstance(weight, EightBits):
+            factors, dtype = weight.factors, x.dtype if is_gated else weight.dtype
+            weight = weight.values
         assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         shape = (num_outputs, num_inputs)
         tile = tile or tile_for(num_tokens, shape, x.dtype, self._processors, self._shared_memory, is_gated)
         rows, parts = num_outputs // tile.outputs, 2 if is_gated else 1
         has_halves = tile.num_whole < rows
-        out = x.new_empty(num_tokens, num_outputs // parts)
+        out = x.new_empty(num_tokens, num_outputs // parts, dtype=dtype)
         block = tile.outputs // parts
         weight_blocks = self._blocks_of(weight, block, tile.inputs)
         _product_kernel[triton.cdiv(num_tokens, tile.tokens), 2 * rows - tile.num_whole](
@@ -164,6 +215,7 @@ class Products:
             weight_blocks,
             self._blocks_of(weight, block // 2, tile.inputs) if has_halves else weight_blocks,
             out if bias is None else bias,
+            factors,
             out,
             num_tokens,
             num_outputs,
@@ -203,6 +255,7 @@ def _product_kernel(
     weight: tl.tensor_descriptor,
     weight_halves: tl.tensor_descriptor,
     bias: tl.tensor,
+    factors: tl.tensor | None,
     out: tl.tensor,
     num_tokens: int,
     num_outputs: int,
@@ -232,12 +285,13 @@ def _product_kernel(
     flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS)
     if HAS_HALVES:
         if row < num_whole:
-            _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
+            _tile(x, weight, bias, factors, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
         else:
             HALF: tl.constexpr = BLOCK_N // 2
-            _tile(x, weight_halves, bias, out, token, (num_whole + row) * HALF, sizes, flags, BLOCK_T, HALF, BLOCK_K)
+            output = (num_whole + row) * HALF
+            _tile(x, weight_halves, bias, factors, out, token, output, sizes, flags, BLOCK_T, HALF, BLOCK_K)
     else:
-        _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
+        _tile(x, weight, bias, factors, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -245,6 +299,7 @@ def _tile(
     x: tl.tensor_descriptor,
     weight: tl.tensor_descriptor,
     bias: tl.tensor,
+    factors: tl.tensor | None,
     out: tl.tensor,
     token: tl.tensor,  # the first
     output: tl.tensor,
@@ -280,14 +335,21 @@ def _tile(
             ups = tl.dot(w, tokens.T, ups, input_precision=PRECISION)
     token += tl.arange(0, BLOCK_T)
     output += tl.arange(0, BLOCK_N)
+    if factors is not None:
+        acc *= tl.load(factors + output)[:, None]
+        if IS_GATED:
+            ups *= tl.load(factors + num_outputs // 2 + output)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + output).to(tl.float32)[:, None]
-    result = acc.to(out.dtype.element_ty)
+    stored: tl.constexpr = out.dtype.element_ty
+    result = acc
+    if stored != tl.float8e4nv:
+        result = acc.to(stored)
     if IS_GATED:
-        result = gated(result, ups.to(out.dtype.element_ty))
+        result = gated(result, ups.to(result.dtype))
         num_outputs = num_outputs // 2
     at = token[None, :].to(tl.int64) * num_outputs + output[:, None]
-    tl.store(out + at, result, mask=(token < num_tokens)[None, :])
+    tl.store(out + at, fitted(result, stored), mask=(token < num_tokens)[None, :])
 
 
 @triton.jit

@@ -28,8 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graft.model.kernels import gate
-
+FASTER = range(8, 65)  # tokens of the steps in which launches overlap in layers of any size
 is_on = True  # benchmarks switch it off to compare
 _LEAST_CAPABILITY = 9
 _LEAST_CUDA = (12, 4)  # graphs preserve such launches from this version on
@@ -40,10 +39,10 @@ _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", defaul
 
 @contextmanager
 def launches(are_worth_it: bool) -> Iterator[None]:
-    """Context in which launches overlap if possible and worth it, and not behind a gate.
+    """Context in which launches overlap if possible and worth it.
 
-    Kernels read layout and plan before they wait. So these must be written before the context, and its first launch
-    must be a usual one, which waits for those writes.
+    Kernels read layout, plan and their gate's flag before they wait. So these must be written before the context, and
+    its first launch, or the last one before it, must be a usual one behind the same gate, which waits for those writes.
     """
     token = _is_worth_it.set(are_worth_it)
     try:
@@ -54,7 +53,7 @@ def launches(are_worth_it: bool) -> Iterator[None]:
 
 def options(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may overlap with the previous one, for a kernel with the flag OVERLAPS."""
-    overlaps = is_on and _is_worth_it.get() and not gate.is_set() and _is_possible(device)
+    overlaps = is_on and _is_worth_it.get() and _is_possible(device)
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else USUAL
 
 

@@ -29,6 +29,7 @@ class TreeSettings(Settings):
     depth: int = 8  # draft passes after the first
     topk: int = 10  # nodes expanded at each depth, and children of each of them
     total_token: int = 60  # nodes to verify
+    eight_bits: bool = True  # EAGLE-3 heads: weights in 8 bits, on GPUs where that is faster
 
     def __post_init__(self) -> None:
         for name in ("depth", "topk", "total_token"):

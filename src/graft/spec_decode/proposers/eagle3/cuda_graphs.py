@@ -88,7 +88,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
         """head: one for which `capturable.why_not` is None."""
         super().__init__(head, settings)
-        self.fast = FastHead(head)
+        self.fast = FastHead(head, self.settings.eight_bits)
 
     def levels(
         self,

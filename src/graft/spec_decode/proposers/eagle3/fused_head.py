@@ -2,29 +2,38 @@
 
 As in `model/llama.py`, weights that one product takes together are concatenated once, and the head's parameters become
 views of them.
+
+A draft pass takes about as long as reading the head's weights, and drafts change no text. So large weights are read in
+8 bits, if the GPU multiplies in 8 bits. Their inputs are norms or come from norms, so they need no scale of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graft.model.attention import KernelStep
+from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import eight_bits as eight_bit_kernels
 from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
-from graft.model.kernels.matmul import Products
+from graft.model.kernels.matmul import EightBits, Products
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.tree.device.noise import DraftDraws
 
+_LARGE = 2**25  # weights of a head from which 8 bits are faster; not measured for smaller ones
+
 
 class FastHead:
     """The head's decoder layer and top-k output, in few kernels."""
 
-    def __init__(self, head: Eagle3Head) -> None:
-        """head: one for which `capturable.why_not` is None."""
+    def __init__(self, head: Eagle3Head, eight_bits: bool = True) -> None:
+        """head: one for which `capturable.why_not` is None. eight_bits: read weights in 8 bits where that is faster."""
         layer: Any = head.midlayer
         attention = layer.self_attn
         self.head, self.config = head, head.config
@@ -35,22 +44,32 @@ class FastHead:
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), head.norm.weight.detach()
         norms: Any = head.fc_norm if head.config.fc_norm else ()
         self._feature_norms = fuse_parameters([norm.weight for norm in norms]).view(len(norms), -1) if norms else None
-        self._qkv = fuse_parameters([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-        self._o = attention.o_proj.weight.detach()
-        self._gate_up = fuse_parameters([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
-        self._down, self._lm_head = layer.mlp.down_proj.weight.detach(), head.lm_head.weight.detach()
-        self._multiply = Products(self._o.device)
+        qkv = fuse_parameters([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        gate_up = fuse_parameters([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+        weights = [qkv, attention.o_proj.weight.detach(), gate_up, layer.mlp.down_proj.weight.detach()]
+        weights.append(head.lm_head.weight.detach())
+        if self._feature_norms is not None:
+            weights.append(head.fc.weight.detach())
+        is_large = sum(weight.numel() for weight in weights) >= _LARGE
+        self.has_eight_bits = eight_bits and is_large and all(EightBits.why_not(weight) is None for weight in weights)
+        self._dtype = (
+            eight_bit_kernels.EIGHT_BITS if self.has_eight_bits else qkv.dtype
+        )  # of the inputs of these products
+        used: list[Any] = [EightBits.of(weight) for weight in weights] if self.has_eight_bits else weights
+        self._qkv, self._o, self._gate_up, self._down, self._lm_head, *rest = used
+        self._fc = rest[0] if rest else None
+        self._multiply = Products(qkv.device)
 
     def rotary(self, num_positions: int) -> Rotary:
-        return Rotary.of(self.head.rotary, self._qkv, num_positions)
+        return Rotary.of(self.head.rotary, self._embedding, num_positions)
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `Eagle3Head.fuse`, with one kernel for the norms of all layers' features [T, layers * H_t]."""
-        if self._feature_norms is None:
+        if self._feature_norms is None or self._fc is None:
             return self.head.fuse(features)
         each = features.view(-1, self.config.target_hidden_size)
-        _, normed = layer_kernels.add_norm(each, None, self._feature_norms, self.config.rms_norm_eps)
-        return self.head.fc(normed.view_as(features))
+        normed = self._normed(each, None, self._feature_norms)[1].view_as(features)
+        return self._multiply(normed, self._fc)
 
     def run(
         self,
@@ -69,21 +88,30 @@ class FastHead:
         """
         config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
         both, stream = eagle3_kernels.enter(
-            tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
+            tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual, self._dtype
         )
-        qkv = multiply(both, self._qkv)
-        attended = attend_in_store(
-            qkv, keys, values, step, rotary, config.num_attention_heads, window=config.sliding_window
-        )
-        delta = multiply(attended, self._o)
-        stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
-        delta = multiply(multiply.activate(normed, self._gate_up), self._down)
-        if config.norm_output:
-            return layer_kernels.add_norm(stream, delta, self._norm, eps, normed=out)[1]
-        return layer_kernels.add_norm(stream, delta, self._norm, eps, total=out)[0]
+        heads, (kv_heads, head_dim) = config.num_attention_heads, keys.shape[1:]
+        step.plan(heads // kv_heads, attention_kernels.tiles_for(head_dim, stream.dtype))  # as `overlap` demands
+        with overlap.launches(len(tokens) in overlap.FASTER):
+            qkv = multiply(both, self._qkv)
+            window = config.sliding_window
+            attended = attend_in_store(qkv, keys, values, step, rotary, heads, window=window, dtype=self._dtype)
+            delta = multiply(attended, self._o)
+            stream, normed = self._normed(stream, delta, self._mlp_norm)
+            delta = multiply(multiply.activate(normed, self._gate_up), self._down)
+            if config.norm_output:
+                return layer_kernels.add_norm(stream, delta, self._norm, eps, normed=out)[1]
+            return layer_kernels.add_norm(stream, delta, self._norm, eps, total=out)[0]
 
     def likeliest(self, hidden: Tensor, k: int, draws: DraftDraws | None) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""
         if not self.config.norm_output:
-            _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
+            _, hidden = self._normed(hidden, None, self._norm)
+        elif self.has_eight_bits:
+            hidden = eight_bit_kernels.in_eight_bits(hidden)
         return topk_kernels.highest(self._multiply(hidden, self._lm_head), k, draws)
+
+    def _normed(self, stream: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm in the dtype of products' inputs; see `add_norm`."""
+        normed = torch.empty_like(stream, dtype=self._dtype)
+        return layer_kernels.add_norm(stream, delta, weight, self.config.rms_norm_eps, normed=normed)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.model.kernels import gate
+from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import rms_normed
 
@@ -65,10 +66,11 @@ def enter(
     norms: tuple[Tensor, Tensor],  # of embeddings and of hidden states, [H]
     eps: float,
     keeps_normed: bool,
+    dtype: torch.dtype,  # of the inputs
 ) -> tuple[Tensor, Tensor]:
     """The layer's inputs [T, 2H] (normed embeddings, then normed hidden states), and its residual [T, H]."""
     num_tokens, size = len(tokens), hidden.shape[1]
-    both, residual = hidden.new_empty(num_tokens, 2 * size), hidden.new_empty(num_tokens, size)
+    both, residual = hidden.new_empty(num_tokens, 2 * size, dtype=dtype), hidden.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
     _enter_kernel[(num_tokens, 2)](
         tokens,
@@ -253,7 +255,8 @@ def _enter_kernel(
         weight = tl.load(hidden_norm + columns, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     normed = rms_normed(x, weight, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps))
-    tl.store(both + entry.to(tl.int64) * 2 * SIZE + half * SIZE + columns, normed, mask=inside)
+    at = entry.to(tl.int64) * 2 * SIZE + half * SIZE + columns
+    tl.store(both + at, fitted(normed, both.dtype.element_ty), mask=inside)
     if half == 1:
         kept = normed if KEEPS_NORMED else x
         tl.store(residual + entry.to(tl.int64) * SIZE + columns, kept, mask=inside)
