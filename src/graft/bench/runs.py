@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graft.bench.baselines import ABLATIONS, POLICY_METHODS
+from graft.bench.baselines.ablations import WithoutEightBits
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.loading import tree_settings
@@ -53,6 +54,10 @@ def make_methods(
 
 def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
     """The drafter of a policy, with the same tree for all under a common budget, else with the policy's own tree."""
-    if drafter is None or budget is not None:
+    if drafter is None:
+        return None
+    has_eight_bits = not (policy in ABLATIONS and issubclass(ABLATIONS[policy], WithoutEightBits))
+    if budget is not None and has_eight_bits:
         return drafter
-    return with_tree(drafter, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device))
+    tree = tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device)
+    return with_tree(drafter, replace(tree, eight_bits=has_eight_bits))

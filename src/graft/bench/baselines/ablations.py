@@ -88,6 +88,10 @@ class WithoutMerging(Grafter):
         return super().best_of(candidates, total, caps)
 
 
+class WithoutEightBits(Graft):
+    """`graft` whose draft head has weights of 16 bits on a GPU too. `runs` makes its drafter."""
+
+
 class WithoutNoise(Graft):
     """`graft` that does not know the noise of coming draws: sampled rows are drafted by probability alone."""
 
@@ -111,4 +115,4 @@ ABLATIONS: dict[str, type[Graft]] = {
         ("pruning", WithoutPruning),
         ("merging", WithoutMerging),
     )
-} | {f"{DEFAULT_POLICY}-without-noise": WithoutNoise}
+} | {f"{DEFAULT_POLICY}-without-noise": WithoutNoise, f"{DEFAULT_POLICY}-without-8-bits": WithoutEightBits}
