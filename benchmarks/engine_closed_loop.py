@@ -75,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--attention", default="triton", help="SGLang's attention backend")
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
+    parser.add_argument("--head-quantization", metavar="KIND", help="SGLang: of the draft head, such as fp8")
     parser.add_argument("--seed", type=int, help="each request draws with this seed plus its number")
     parser.add_argument("--stop-id", type=int, default=2)
     parser.add_argument("--limit", type=int, default=64, help="prompts for each concurrency below 64")
@@ -145,6 +146,9 @@ class SGLang:
                 speculative_eagle_topk=options.topk,
                 speculative_num_draft_tokens=options.places,
             )
+            if options.head_quantization is not None:
+                flags["speculative_draft_model_quantization"] = options.head_quantization
+                self.name += f" head in {options.head_quantization}"
         self._engine = sglang.Engine(**flags)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
