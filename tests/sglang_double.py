@@ -284,7 +284,9 @@ class EAGLEWorkerV2:
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.draft_worker = EagleDraftWorker(server_args, target_worker)
         tables = torch.arange(NUM_SLOTS * CONTEXT, dtype=torch.int32).view(NUM_SLOTS, CONTEXT)  # a KV slot each
-        allocator = SimpleNamespace(size=NUM_SLOTS * CONTEXT, page_size=1)
+        copies = {"bytes_per_tile": 128, "byte_tiles": 16, "num_warps": 4, "num_locs_upper": 256}
+        pool = SimpleNamespace(_kv_copy_config=copies)
+        allocator = SimpleNamespace(size=NUM_SLOTS * CONTEXT, page_size=1, get_kvcache=lambda: pool)
         self.draft_worker.alloc_memory_pool(None, SimpleNamespace(req_to_token=tables), allocator)
 
     def clear_cache_pool(self):

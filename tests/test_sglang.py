@@ -559,6 +559,27 @@ def test_a_rank_without_requests_reads_nothing_while_others_read_prompts(sglang)
     worker.forward_batch_generation(idle)
 
 
+@pytest.mark.parametrize(("tile", "warps", "most"), [(128, 4, 128), (256, 4, 64), (512, 8, 64), (1 << 20, 1, 1)])
+def test_sglang_moves_no_more_tokens_at_once_than_its_registers_hold(sglang, tile, warps, most):
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker())
+    draft = worker.draft_worker
+    copies = draft.token_to_kv_pool_allocator.get_kvcache()._kv_copy_config
+    assert copies["num_locs_upper"] == 128
+    copies |= {"bytes_per_tile": tile, "num_warps": warps, "num_locs_upper": 256}
+    draft.alloc_memory_pool(None, draft.req_to_token_pool, draft.token_to_kv_pool_allocator)
+    assert copies["num_locs_upper"] == most
+
+
+def test_pools_that_move_tokens_in_another_way_are_left_alone(sglang, caplog):
+    draft = sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker()).draft_worker
+    draft.token_to_kv_pool_allocator.get_kvcache()._kv_copy_config = None
+    draft.alloc_memory_pool(None, draft.req_to_token_pool, draft.token_to_kv_pool_allocator)
+    assert "could not" not in caplog.text
+    draft.token_to_kv_pool_allocator.get_kvcache()._kv_copy_config = {"another": "layout"}
+    draft.alloc_memory_pool(None, draft.req_to_token_pool, draft.token_to_kv_pool_allocator)
+    assert "could not let SGLang move fewer tokens at once" in caplog.text
+
+
 def test_the_mask_of_graphs_has_room_for_the_places_behind_the_longest_texts(sglang):
     backend, other = sglang.TritonAttnBackend(), sglang.TritonAttnBackend(has_mask=False)
     for each in (backend, other):
