@@ -1,12 +1,14 @@
 """Sampling as Triton kernels: temperature, bias, top-k, top-p, min-p, keyed noise and argmax.
 
 Importing this module needs Triton. The result is that of `sampler.truncated` and `noise.gumbel_noise`. Nothing is
-sorted, and the choice after a token does not depend on the other tokens of a step. Three kernels read the logits once
-each, and a fourth reads their results:
+sorted, and the choice after a token does not depend on the other tokens of a step. Kernels read the logits once each,
+and the last one reads their results:
 
 1. By chunk: the highest score. Rows without truncation are drawn here.
 2. A histogram of the scores below the highest, with the number and the weight of the tokens in each bin. The last
-   program of a token finds the bins in which the truncation can end, see `_find_range`.
+   program of a token finds the bins in which the truncation can end, see `_find_range`. Most tokens are far below the
+   highest and share a bin, because an addition for each of them would be slow. The kernel runs once more for those
+   rows in which the truncation ends among them: a flat distribution, or a top-k where one token is nearly certain.
 3. By chunk: tokens inside this range are collected. Those before it are kept, and drawn at once.
 4. By token: the exact cut among the collected tokens, the draw among them, and the best of all.
 
@@ -48,7 +50,11 @@ from graft.model.kernels.scores import (
 _CHUNK = 1024  # logits of one program in the first kernel, which has one warp
 _WIDE_CHUNK = 2048  # in the others, which have eight warps: few registers each, so that more programs run at once
 _ROOM = 2048  # tokens in the range of the cut that can be collected
-_BINS_PER_HALVING = tl.constexpr(64)  # a bin spans 1.1 % of a weight; the last one begins at 1/65,000 of the highest
+# A bin spans 1.1 % of a weight. Those for far tokens begin at 1/65,000 of the highest weight, the last one at one in
+# four billion.
+_BINS_PER_HALVING = tl.constexpr(64)
+_FIRST_FAR_BIN = tl.constexpr(1024)
+_TOO_MANY, _TOO_MANY_FAR = tl.constexpr(-1), tl.constexpr(-2)  # in place of the range's first bin
 _BEYOND = tl.constexpr(1 << 52)  # above every number of `order_of`
 # A bin holds the sum of its mantissas, and above it the number of tokens.
 _COUNT_SHIFT = tl.constexpr(45)
@@ -106,15 +112,17 @@ def draw(
         return
     highest = logits.new_empty(num_tokens, dtype=torch.float32)
     ranges = logits.new_empty(num_tokens, 6, dtype=torch.int64)
-    _histogram_kernel[(num_tokens, num_wide)](
-        *inputs,
-        *(scores, found, num_chunks, histogram, counters, highest, ranges, out),
-        HAS_BIAS=has_bias,
-        CHUNKS=all_chunks,
-        ROOM=_ROOM,
-        CHUNK=_WIDE_CHUNK,
-        num_warps=8,
-    )
+    for is_second in (False, True):
+        _histogram_kernel[(num_tokens, num_wide)](
+            *inputs,
+            *(scores, found, num_chunks, histogram, counters, highest, ranges, out),
+            HAS_BIAS=has_bias,
+            CHUNKS=all_chunks,
+            ROOM=_ROOM,
+            IS_SECOND=is_second,
+            CHUNK=_WIDE_CHUNK,
+            num_warps=8,
+        )
     collected = logits.new_empty(num_tokens, _ROOM, dtype=torch.int64)
     _collect_kernel[(num_tokens, num_wide)](
         *inputs,
@@ -245,16 +253,22 @@ def _histogram_kernel(
     HAS_BIAS: tl.constexpr,
     CHUNKS: tl.constexpr,
     ROOM: tl.constexpr,
+    IS_SECOND: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Add one chunk to its token's histogram. The last program of a token finds the range of the cut."""
+    """Add one chunk to its token's histogram. The last program of a token finds the range of the cut.
+
+    IS_SECOND: add far tokens, each to its bin, if the first launch found the cut among too many of them.
+    """
     token, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     if (row < 0) | (row >= num_rows):
         return
     if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
-        if chunk == 0:
+        if (chunk == 0) & (not IS_SECOND):
             _choose_among_chunks(scores, found, token, num_chunks, out, CHUNKS)
+        return
+    if IS_SECOND and tl.load(ranges + token * 6) != _TOO_MANY_FAR:
         return
     temperature = tl.load(temperatures + row)
     each = tl.arange(0, CHUNKS)
@@ -269,18 +283,17 @@ def _histogram_kernel(
     # Right shifts of the mantissa, which lose low bits, happen here; left shifts when the histogram is read.
     shift = tl.maximum((halvings >> EXP_BITS) - MANTISSA_SHIFT, 0).to(tl.int64)
     entry = (mantissa_of(halvings) >> shift) + _ONE_TOKEN
-    is_near = inside & (bins < NUM_BINS - 1)
+    begin, end = (_FIRST_FAR_BIN, NUM_BINS - 1) if IS_SECOND else (0, _FIRST_FAR_BIN)
     own = histogram + token * NUM_BINS
-    tl.atomic_add(own + bins, entry, mask=is_near, sem="relaxed")
-    # Most tokens are far below the highest and share the last bin, so one atomic adds all those of the chunk.
-    far = tl.sum(tl.where(inside & (bins == NUM_BINS - 1), entry, 0), axis=0)
-    tl.atomic_add(own + NUM_BINS - 1, far, sem="relaxed")
+    tl.atomic_add(own + bins, entry, mask=inside & (bins >= begin) & (bins < end), sem="relaxed")
+    rest = tl.sum(tl.where(inside & (bins >= end), entry, 0), axis=0)
+    tl.atomic_add(own + NUM_BINS - 1, rest, sem="relaxed")
 
     tl.debug_barrier()  # all threads' additions precede this one
     if tl.atomic_add(counters + token * 2, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(highest_scores + token, highest)
         k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-        _find_range(own, k, p, least, ranges + token * 6, vocab_size, ROOM)
+        _find_range(own, k, p, least, counters + token * 2, ranges + token * 6, vocab_size, ROOM, IS_SECOND)
 
 
 @triton.jit
@@ -289,15 +302,17 @@ def _find_range(
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
+    counter: tl.tensor,
     found: tl.tensor,
     vocab_size: tl.tensor,
     ROOM: tl.constexpr,
+    IS_SECOND: tl.constexpr,
 ) -> None:
     """Find the range of bins in which the cut can be. Tokens before the range are kept, those after it are not.
 
     Stores the first and the last bin, the number and the weight of the tokens before them, the weight of all tokens,
-    and whether there is a cut. The range begins at bin 0 if all tokens up to its end can be collected, and at -1 if it
-    contains too many.
+    and whether there is a cut. The range begins at bin 0 if all tokens up to its end can be collected. Its first bin is
+    negative if it contains too many.
     """
     bins = tl.arange(0, NUM_BINS)
     entry = tl.load(histogram + bins, cache_modifier=".cg")  # other programs wrote it, so bypass the L1 cache
@@ -317,6 +332,9 @@ def _find_range(
     # One bin more than the logarithm says, because it is rounded.
     min_bin = tl.where(min_p > 0, -tl.log2(tl.maximum(min_p, 1e-30)) * _BINS_PER_HALVING + 1, NUM_BINS)
     min_bin = tl.minimum(min_bin, NUM_BINS - 1).to(tl.int32)
+    if not IS_SECOND:  # far tokens are in the last bin
+        min_bin = tl.where(min_bin < _FIRST_FAR_BIN, min_bin, NUM_BINS - 1)
+        first = tl.minimum(first, _FIRST_FAR_BIN)
     has_cut = (has_k | has_p) & (min_bin >= first)
     first, last = tl.where(has_cut, first, min_bin + 1), tl.where(has_cut, last, min_bin)
 
@@ -324,7 +342,12 @@ def _find_range(
     first = tl.where(through <= ROOM, 0, first)
     count_before = tl.sum(tl.where(bins < first, count, 0), axis=0)
     weight_before = tl.sum(tl.where(bins < first, weight, 0), axis=0)
-    first = tl.where(through - count_before <= ROOM, first, -1)
+    if through - count_before > ROOM:
+        first = tl.full([], _TOO_MANY, tl.int32)
+        if (last == NUM_BINS - 1) & (not IS_SECOND):  # the histogram and its counter are prepared for the second launch
+            first = tl.full([], _TOO_MANY_FAR, tl.int32)
+            tl.store(histogram + NUM_BINS - 1, 0)
+            tl.store(counter, 0)
     tl.store(found, first.to(tl.int64))
     tl.store(found + 1, last.to(tl.int64))
     tl.store(found + 2, count_before)

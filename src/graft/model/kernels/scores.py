@@ -11,7 +11,7 @@ from graft.tree.device.noise import GOLDEN, mixed
 
 _ID_BITS = tl.constexpr(19)  # a vocabulary has fewer than 2^19 tokens
 ID_MASK = tl.constexpr((1 << 19) - 1)
-NUM_BINS = tl.constexpr(1024)
+NUM_BINS = tl.constexpr(2048)  # the last one has all tokens beyond the others
 _BIN_SHIFT = tl.constexpr(SAMPLER_EXP_BITS - 6)
 INFINITY = tl.constexpr(float("inf"))
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
