@@ -18,9 +18,9 @@ lets one of every N calls of the plugin's trees fail; 0 is the same without faul
 in bf16 texts differ by chance: compare a run with faults, and a second one without, with a first one without.
 `--pause LENGTH` says how long 16 running requests stand still when a prompt of so many tokens arrives.
 
-`--trace SIZES` asks some warm-up prompts once more at these concurrencies, when all else has been measured, under
-SGLang's profiler. It prints what part of the time the GPU works, and which kernels take it. The prompts start together,
-so their prefills lie in the first quarter of the steps: the second and the third quarter count.
+`--trace SIZES` asks some prompts once more at these concurrencies, with an empty cache, when all else has been
+measured, under SGLang's profiler. It prints what part of the time the GPU works, which kernels take it, and before
+which kernels it waits. The second and the third quarter of the steps count, in which requests end and others join.
 
 `--chi-square` tests whether tokens that SGLang samples with Graft's plugin are distributed as the target says. It takes
 a prompt whose first answer token is almost certain and whose second is not, and draws two tokens 8,000 times. The
@@ -54,6 +54,7 @@ EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head
 FAULTS = "ENGINE_CLOSED_LOOP_FAULTS"  # tells SGLang's processes, which import this file, that calls are to fail
 NUM_DISTURBED = 1000
 STEP_KERNELS = ("VerifyTreeGreedy", "TreeSpeculativeSampling", "get_num_kv_splits")  # one of them runs once a step
+GAP = 20  # microseconds in which no kernel runs, from which they are listed
 NUM_STREAMS, MOST_PAUSED = 16, 24  # running requests, and the next size with graphs
 
 
@@ -377,13 +378,14 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     for options.temperature, options.top_p in distributions:
         for size in traced:
             assert isinstance(engine, SGLang)
-            about, *lines = time_of_kernels(await engine.trace(turn(lessons[:size], size)))
+            await engine.forget()
+            about, *lines = time_of_kernels(await engine.trace(turn(prompts[: 3 * size + 8], size)))
             line = f"{engine.name}, temperature {options.temperature:g}, trace of {size} requests: {about}"
             print("\n".join([line, *lines]), flush=True)
 
 
 def time_of_kernels(events: list[dict[str, Any]], most: int = 25) -> list[str]:
-    """Lines about the second and the third quarter of a trace's steps: how busy the GPU is, and its longest kernels."""
+    """Lines about the second and the third quarter of a trace's steps: how busy the GPU is, its kernels and gaps."""
     done = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
@@ -397,7 +399,11 @@ def time_of_kernels(events: list[dict[str, Any]], most: int = 25) -> list[str]:
     begun, ended, steps = starts[first], starts[last], last - first
     done = [(begin, end, name) for begin, end, name in done if begun <= begin < ended]
     busy, until = 0.0, begun
-    for begin, end, _ in done:
+    gaps, num_gaps = Counter[str](), Counter[str]()
+    for begin, end, name in done:
+        if begin - until >= GAP:
+            gaps[name] += begin - until
+            num_gaps[name] += 1
         busy += max(end - max(begin, until), 0.0)
         until = max(until, end)
     times, counts = Counter[str](), Counter(name for *_, name in done)
@@ -407,6 +413,8 @@ def time_of_kernels(events: list[dict[str, Any]], most: int = 25) -> list[str]:
     lines = [f"{steps} of {len(starts)} steps: {step}, the GPU works {busy / (ended - begun):.1%} of the time"]
     for name, spent in times.most_common(most):
         lines.append(f"  {spent / steps:8.1f} us a step, {counts[name] / steps:6.1f} times: {name[:120]}")
+    for name, spent in gaps.most_common(most // 2):
+        lines.append(f"  {spent / steps:8.1f} us a step, {num_gaps[name] / steps:6.1f} times, a gap before {name[:99]}")
     return lines
 
 

@@ -130,7 +130,7 @@ def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the
     monkeypatch.syspath_prepend(str(SCRIPTS))
     time_of_kernels = runpy.run_path(str(SCRIPTS / "engine_closed_loop.py"))["time_of_kernels"]
     parts = [("kernel", "VerifyTreeGreedy<int>", 0, 5), ("kernel", "gemm", 10, 40), ("kernel", "gemm", 30, 40)]
-    parts += [("gpu_memcpy", "Memcpy DtoH", 80, 10), ("cuda_runtime", "cudaGraphLaunch", 0, 90)]
+    parts += [("gpu_memcpy", "Memcpy DtoH", 90, 10), ("cuda_runtime", "cudaGraphLaunch", 0, 90)]
     steps = [
         {"cat": cat, "name": name, "ts": 1000 + 100 * step + begin, "dur": length}
         for step in range(8)
@@ -139,6 +139,7 @@ def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the
     prefill = {"cat": "kernel", "name": "prefill", "ts": 0, "dur": 900}
     about, *lines = time_of_kernels([*reversed(steps), prefill, {"name": "a thread", "ph": "M"}])
     assert about == "4 of 8 steps: 0.10 ms a step, 4 kernels a step, the GPU works 75.0% of the time"
+    assert lines.pop() == "      20.0 us a step,    1.0 times, a gap before Memcpy DtoH"
     words = [line.split() for line in lines]
     assert [(line[0], line[4], line[6]) for line in words] == [
         ("80.0", "2.0", "gemm"),

@@ -52,9 +52,7 @@ class FastHead:
             weights.append(head.fc.weight.detach())
         is_large = sum(weight.numel() for weight in weights) >= _LARGE
         self.has_eight_bits = eight_bits and is_large and all(EightBits.why_not(weight) is None for weight in weights)
-        self._dtype = (
-            eight_bit_kernels.EIGHT_BITS if self.has_eight_bits else qkv.dtype
-        )  # of the inputs of these products
+        self._dtype = eight_bit_kernels.EIGHT_BITS if self.has_eight_bits else qkv.dtype  # of the products' inputs
         used: list[Any] = [EightBits.of(weight) for weight in weights] if self.has_eight_bits else weights
         self._qkv, self._o, self._gate_up, self._down, self._lm_head, *rest = used
         self._fc = rest[0] if rest else None
