@@ -31,7 +31,7 @@ from graft.integrations.sglang.settings import SGLangSettings
 from graft.model.captures import Captures, Run, pinned_zeros
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import topk as topk_kernels
-from graft.model.noise import NUM_KINDS, RowDraws, gumbel_noise
+from graft.model.noise import NUM_KINDS, RowDraws, gumbel_noise, share_powers
 from graft.model.sampler import truncated
 from graft.model.verified import NUM_SUCCESSORS
 from graft.spec_decode.cost_model import StepCost
@@ -214,7 +214,7 @@ class Trees:
             columns["seeds"][row] = self.seed_of(request)
             columns["salts"][row] = number if self._settings.isolated else 0
             columns["kinds"][row] = draws.kind
-            columns["powers"][row] = [draws.share_power(bucket / 2) for bucket in range(NUM_BUCKETS)]
+            columns["powers"][row] = share_powers(draws.temperature, NUM_BUCKETS)
             columns["temperatures"][row] = temperature
             columns["top_k"][row], columns["top_p"][row], columns["min_p"][row] = given.top_k, given.top_p, given.min_p
             held[slot] = _Held(request, self._send_text(slot, request))
