@@ -5,8 +5,9 @@
 
 `benchmarks/widened_model.py --limit 40 --warmup FILE` writes DIR. Prompts are token ids. Each concurrency has its own
 64 prompts (48 for one request at a time, 128 for 64), since Graft remembers answers that it has given. All methods are
-asked the same prompts. For methods that learn nothing, `--turns N` asks the first `--limit` prompts N times at every
-concurrency, as `batched_serving.py` does, and the medians count. `--method graft` needs GRAFT_SGLANG=1.
+asked the same prompts. `--turns N` asks the first `--limit` prompts N times at every concurrency instead, and the
+medians count; before each turn the engine forgets its cache and what Graft has learned, and is asked the prompts of
+`--warmup` again. `--method graft` needs GRAFT_SGLANG=1.
 
 One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
 `--out`. `--sampled` asks all prompts again at temperature 1 with top-p 0.95, with an empty cache and nothing learned.
@@ -105,8 +106,8 @@ def parse() -> argparse.Namespace:
         parser.error("--chi-square needs log-probabilities that only SGLang returns")
     if options.trace and options.engine != "sglang":
         parser.error("--trace needs SGLang's profiler")
-    if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
-        parser.error("--turns must be at least 1, and cannot be used with --method graft or --prefix-cache")
+    if options.turns is not None and options.turns < 1:
+        parser.error("--turns must be at least 1")
     return options
 
 
@@ -264,6 +265,9 @@ class VLLM:
             last = output
         return list(last.outputs[0].token_ids), 0
 
+    async def forget(self) -> None:
+        await self._engine.reset_prefix_cache()
+
     def counters(self) -> tuple[float, float, float]:
         """vLLM's counts of verified chains, drafted tokens and accepted tokens."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
@@ -338,9 +342,13 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         asked = prompts[first : first + (counts[number] if size > 1 else alone)]
         if options.turns is not None:
             asked = prompts[: options.limit]
-        await turn(lessons[:size], size)
+        if options.turns is None:
+            await turn(lessons[:size], size)
         rates = []
         for _ in range(options.turns or 1):
+            if options.turns is not None:
+                await engine.forget()
+                await turn(lessons, size)
             before = engine.counters()
             seconds, answers = await turn(asked, size)
             rates.append(sum(len(ids) for ids, _ in answers) / seconds)

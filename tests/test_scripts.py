@@ -110,6 +110,9 @@ def test_every_concurrency_asks_prompts_of_its_own_and_64_asks_two_for_each_requ
             asked.append(prompt[0])
             return [1, 2], 1
 
+        async def forget(self):
+            asked.append("forget")
+
         def counters(self):
             return 0.0, 0.0, 0.0
 
@@ -123,6 +126,10 @@ def test_every_concurrency_asks_prompts_of_its_own_and_64_asks_two_for_each_requ
     ids.write_text(json.dumps([[number] for number in range(319)]))
     with pytest.raises(SystemExit, match="has 319 prompts, and 320 are needed"):
         asyncio.run(measure(options, Engine(), [1], 0.0))
+    asked.clear()
+    options.turns = 2
+    asyncio.run(measure(options, Engine(), [4], 0.0))
+    assert asked == [-1] * 64 + (["forget"] + [-1] * 64 + [*range(64)]) * 2
 
 
 def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the_middle_steps(monkeypatch):
