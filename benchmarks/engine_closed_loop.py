@@ -104,6 +104,8 @@ def parse() -> argparse.Namespace:
         parser.error("--method graft needs GRAFT_SGLANG=1, and the other methods must not have it")
     if options.chi_square and options.engine != "sglang":
         parser.error("--chi-square needs log-probabilities that only SGLang returns")
+    if options.head_quantization and (options.engine != "sglang" or options.method == "off"):
+        parser.error("--head-quantization needs SGLang and a method with a head")
     if options.trace and options.engine != "sglang":
         parser.error("--trace needs SGLang's profiler")
     if options.turns is not None and options.turns < 1:

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree
@@ -275,6 +275,18 @@ def test_state_that_cannot_be_says_why(states, message):
 
 
 # Ablations
+
+
+@pytest.mark.parametrize("budget", [None, 12])
+def test_a_head_without_8_bits_drafts_the_same_tree(budget):
+    model = tiny_model()
+    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
+    usual, without = (
+        method._engine.drafter.settings
+        for method in make_methods(["graft", "graft-without-8-bits"], model, drafter, PolicySettings(budget))
+    )
+    assert usual.eight_bits and without == replace(usual, eight_bits=False)
+    assert (usual == SMALL_TREE) == (budget is not None)
 
 
 def ablated(what: str, pass_cost: float = 0.03, depth: int = SMALL_TREE.depth) -> PolicyMethod:

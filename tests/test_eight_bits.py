@@ -5,12 +5,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from attention_problems import Problem
 from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, Text
 from graft import Engine
+from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products, Tile, tile_for
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import fused_head
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from tiny import tiny_model
 
 # Triton's interpreter rounds to 8 bits less well than a GPU does.
@@ -38,6 +41,33 @@ def test_weights_keep_three_bits_of_mantissa_whatever_their_size():
 def test_numbers_too_large_for_8_bits_become_the_largest():
     x = torch.tensor([[1.0, -2.5, 448.0, 1e4, -1e30, 0.0]], device=DEVICE)
     assert in_eight_bits(x).float().tolist() == [[1.0, -2.5, 448.0, 448.0, -448.0, 0.0]]
+
+
+def normed(dtype):
+    x, delta, weight = torch.randn(3, 3, 40, device=DEVICE)
+    out = torch.empty_like(x, dtype=dtype)
+    return layer_kernels.add_norm(x, delta, weight[0], 1e-5, normed=out)[1]
+
+
+def entered(dtype):
+    embedding, hidden, norms = torch.randn(3, 6, 40, device=DEVICE)
+    tokens = torch.tensor([4, 0, 5], dtype=torch.int32, device=DEVICE)
+    return eagle3_kernels.enter(tokens, embedding, hidden, tokens, (norms[0], norms[1]), 1e-5, False, dtype)[0]
+
+
+def attended(dtype):
+    return Problem.random([5, 63], head_dim=16).attend(dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", [normed, entered, attended])
+def test_kernels_write_the_same_numbers_in_8_bits(kernel):
+    found = []
+    for dtype in (torch.float32, EIGHT_BITS):
+        torch.manual_seed(0)
+        found.append(kernel(dtype))
+    expected, ours = found
+    assert ours.dtype is EIGHT_BITS
+    assert float((ours.float() / expected - 1).abs().quantile(0.75)) < 0.07, "the interpreter gets some wrong"
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

@@ -14,6 +14,7 @@ from graft.loading import tree_settings
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import with_tree
 
 _USUAL = PolicySettings()
@@ -54,10 +55,8 @@ def make_methods(
 
 def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
     """The drafter of a policy, with the same tree for all under a common budget, else with the policy's own tree."""
-    if drafter is None:
-        return None
-    has_eight_bits = not (policy in ABLATIONS and issubclass(ABLATIONS[policy], WithoutEightBits))
-    if budget is not None and has_eight_bits:
-        return drafter
-    tree = tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device)
-    return with_tree(drafter, replace(tree, eight_bits=has_eight_bits))
+    if drafter is not None and budget is None:
+        drafter = with_tree(drafter, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device))
+    if isinstance(drafter, Eagle3Drafter) and ABLATIONS.get(policy) is WithoutEightBits:
+        drafter = with_tree(drafter, replace(drafter.settings, eight_bits=False))
+    return drafter

@@ -152,7 +152,10 @@ class EightBits:
             return "its sizes are not multiples of 64"
         if weight.dtype is torch.float32:
             return "whoever wants float32 wants all its bits"
-        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _LEAST_OF_EIGHT_BITS:
+        if weight.is_cuda and (
+            torch.version.hip is not None
+            or torch.cuda.get_device_capability(weight.device) < _LEAST_OF_EIGHT_BITS  # other numbers with ROCm
+        ):
             return "the GPU has no products in 8 bits"
         return None
 

@@ -41,8 +41,8 @@ _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", defaul
 def launches(are_worth_it: bool) -> Iterator[None]:
     """Context in which launches overlap if possible and worth it.
 
-    Kernels read layout, plan and their gate's flag before they wait. So these must be written before the context, and
-    its first launch, or the last one before it, must be a usual one behind the same gate, which waits for those writes.
+    Kernels read layout, plan and their gate's flag before they wait. So between the kernels that write these and the
+    first launch that overlaps there must be a usual launch, behind the same gate: it waits until they are written.
     """
     token = _is_worth_it.set(are_worth_it)
     try:
