@@ -55,8 +55,7 @@ def make_methods(
 
 def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
     """The drafter of a policy, with the same tree for all under a common budget, else with the policy's own tree."""
-    if drafter is not None and budget is None:
-        drafter = with_tree(drafter, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device))
+    tree = tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device) if budget is None else None
     if isinstance(drafter, Eagle3Drafter) and ABLATIONS.get(policy) is WithoutEightBits:
-        drafter = with_tree(drafter, replace(drafter.settings, eight_bits=False))
-    return drafter
+        tree = replace(tree or drafter.settings, eight_bits=False)
+    return drafter if drafter is None or tree is None else with_tree(drafter, tree)
