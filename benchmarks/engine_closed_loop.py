@@ -7,7 +7,8 @@
 64 prompts (48 for one request at a time, 128 for 64), since Graft remembers answers that it has given. All methods are
 asked the same prompts. `--turns N` asks the first `--limit` prompts N times at every concurrency instead, and the
 medians count; before each turn the engine forgets its cache and what Graft has learned, and is asked the prompts of
-`--warmup` again. `--method graft` needs GRAFT_SGLANG=1.
+`--warmup` again. Before the first one it is asked them four times more: engines compile some kernels when a new number
+of requests or tokens comes up. `--method graft` needs GRAFT_SGLANG=1.
 
 One process measures one setting. `--compare` counts the texts that differ from those that another process wrote with
 `--out`. `--sampled` asks all prompts again at temperature 1 with top-p 0.95, with an empty cache and nothing learned.
@@ -48,7 +49,8 @@ from typing import Any
 Answer = tuple[list[int], int]  # token ids, and the number of decode steps (0: the engine does not report it)
 CONTEXT = 4096
 CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128)  # batch sizes with CUDA graphs
-PREFILLED = tuple(range(64, 513, 64))  # tokens of prompts with CUDA graphs; SGLang's own 30 sizes take half a minute
+PREFILLED = (*range(64, 1025, 64), *range(1280, 2049, 256))  # tokens of prompts with CUDA graphs; SGLang has 58 sizes
+REHEARSALS = 4  # times that the prompts of `--warmup` are asked before the first turn
 NUM_DRAWS, DRAWN_AT_ONCE = 8000, 8  # of the chi-square test; few enough at once for trees of full size
 NUM_TRIED, TOP_K = 64, 50  # prompts to choose from, and probabilities of each token
 EAGLE3 = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
@@ -347,6 +349,9 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         if options.turns is None:
             await turn(lessons[:size], size)
         rates = []
+        for _ in range(REHEARSALS if options.turns is not None else 0):
+            await engine.forget()
+            await turn(lessons, size)
         for _ in range(options.turns or 1):
             if options.turns is not None:
                 await engine.forget()

@@ -18,7 +18,11 @@ from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
 
 pytest.importorskip("triton")
 
-from graft.tree.device import best_first, copies, drafts, outcome, ranking, tables
+import triton
+import triton.language as tl
+
+from graft.spec_decode.calibration import NOISE_ENDS
+from graft.tree.device import best_first, copies, drafts, noise, outcome, ranking, tables
 from graft.tree.device.pool import Draws, Pool, PoolShape, bucket_starts
 from proposers import Text
 
@@ -353,3 +357,22 @@ def check_outcome(device, candidates, emitted):
 def _paths_of(candidates):
     nodes = candidates.nodes
     return listed([nodes.tokens, nodes.parents], nodes.paths, candidates.num_rows)
+
+
+@triton.jit
+def _noises_kernel(random, buckets, times, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    bits = tl.load(random + at)
+    tl.store(buckets + at, noise.noise_bucket_of(bits))
+    tl.store(times + at, noise.time_of(bits))
+
+
+def test_the_bucket_of_a_noise_is_that_of_its_logarithm():
+    at_ends = [round(math.exp(-end) * 2**53) + step for end in NOISE_ENDS for step in range(-8, 8)]
+    random_bits = torch.tensor([*at_ends, *[0, 1, 2**52, 2**53 - 1] * 4], dtype=torch.int64, device=DEVICE)
+    buckets = torch.zeros_like(random_bits, dtype=torch.int32)
+    times = torch.zeros_like(random_bits, dtype=torch.float64)
+    _noises_kernel[(1,)](random_bits, buckets, times, COUNT=len(random_bits))
+    ends = torch.tensor(NOISE_ENDS, dtype=torch.float64, device=DEVICE)
+    assert buckets.tolist() == (times[:, None] >= ends).sum(1).tolist()
+    assert torch.allclose(times, -torch.log((random_bits.double() + 0.5) / 2**53), rtol=1e-14, atol=0)

@@ -11,6 +11,7 @@ from graft import Engine
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products, Tile, tile_for
+from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import fused_head
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
@@ -140,7 +141,8 @@ def test_texts_are_those_of_plain_decoding(config, plain, small_heads, monkeypat
     monkeypatch.setattr("graft.engine.engine.target_for", SmallTarget)
     model = model_of_16_bits()
     drafter = text_of(model, True, config).drafter
-    engine = Engine(model, policy="graft", drafter=drafter)
+    policy = make_policy("graft", SmallTarget(model), drafter, budget=9, pass_cost=0.0)
+    engine = Engine(model, policy=policy, drafter=drafter)
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
     answer = engine.generate(PROMPT, max_new_tokens=12)
     assert answer.ids == expected and answer.stats.draft_passes > 0

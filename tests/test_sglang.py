@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import sglang_double
 from graft.errors import GraftError
-from graft.integrations.sglang import kernels, plugin, trees
+from graft.integrations.sglang import kernels, plugin, slots, trees
 from graft.integrations.sglang.kernels import Drafted, Rows
 from graft.integrations.sglang.settings import (
     SGLangSettings,
@@ -186,9 +186,9 @@ def test_finished_texts_are_kept_and_what_prompts_have_in_common_only_once(monke
     load(now, [request(1, [1], [1])], [1])
     first, *others = past_of(now)
     assert first == [*system, 35, 0, 5, 6]
-    context = [*system, 35][-trees.MAX_MATCH :]  # so much of the common part that matches are found
+    context = [*system, 35][-slots.MAX_MATCH :]  # so much of the common part that matches are found
     assert others == [[*context, number, 5, 6] for number in (1, 2)]
-    monkeypatch.setattr(trees, "_MOST_OF_A_TEXT", 4)
+    monkeypatch.setattr(slots, "_MOST_OF_A_TEXT", 4)
     load(now, [request(2, [9] * 50, [1, 2], length=2)], [2])
     load(now, [request(2, [1], [1])], [1])
     assert past_of(now)[-1] == [9, 9, 1, 2]
@@ -202,6 +202,35 @@ def test_finished_texts_take_a_bounded_number_of_tokens():
     assert sum(map(len, texts)) <= 1024 and texts[-1][0] == 18
 
 
+def test_texts_that_end_and_requests_that_take_their_slots_are_one_launch(monkeypatch):
+    monkeypatch.setattr(slots, "_COMPARED_TOKENS", 0)
+    now, launches, write = made(), [], kernels.write_slots
+    monkeypatch.setattr(kernels, "write_slots", lambda *args: launches.append(write(*args)))
+    rng, expected = np.random.default_rng(0), []
+    for turn in range(12):  # the ring of 1,024 tokens is written three times over
+        texts = [rng.integers(0, VOCAB, rng.integers(1, 120)).tolist() for _ in range(3)]
+        slots_of = rng.permutation(4)[:3] + 1
+        requests = [request(int(slot), text, [7], length=1) for slot, text in zip(slots_of, texts, strict=True)]
+        now.see(requests)
+        assert len(launches) == turn + 1
+        for one in requests:
+            own = now.round.texts.own[one.req_pool_idx].tolist()
+            assert own == [*one.origin_input_ids, 7] + [-1] * (200 - len(one.origin_input_ids) - 1)
+        if turn:
+            assert past_of(now)[-3:] == expected, "in the order of the slots before"
+        expected = [[*one.origin_input_ids, 7] for one in requests]
+    now.see([])
+    assert past_of(now)[-3:] == expected and len(launches) == 13
+
+
+def test_if_more_ends_at_once_than_is_kept_the_oldest_texts_are_left_out():
+    now = made(num_slots=12)
+    requests = [request(slot, [slot] * 150, [1], length=1) for slot in range(1, 11)]
+    now.see(requests)
+    now.see([])
+    assert past_of(now) == [[slot] * 150 + [1] for slot in range(5, 11)]
+
+
 def test_isolated_requests_leave_nothing_to_others():
     now = made(SGLangSettings(isolated=True))
     salts = []
@@ -211,14 +240,17 @@ def test_isolated_requests_leave_nothing_to_others():
     assert not past_of(now) and len(set(salts)) == 2 and 0 not in salts
 
 
-def test_a_long_prompt_holds_a_round_up_for_a_few_milliseconds_at_most():
+def test_a_long_prompt_holds_a_round_up_for_a_few_milliseconds_at_most(monkeypatch):
     now = made(context=140_000)
     prompt = request(1, [1])
     prompt.origin_input_ids = sglang_double.array("q", np.random.default_rng(0).integers(0, VOCAB, 128_000).tolist())
     now.see([request(2, PROMPT)])  # what is done once
+    write, sent = kernels.write_slots, []
+    monkeypatch.setattr(kernels, "write_slots", lambda *args: sent.append(args))  # the interpreter is slow
     started = time.perf_counter()
     now.see([prompt])
     assert time.perf_counter() - started < 0.05, "an index of it took 59 ms"
+    write(*sent[0])
     assert now.round.texts.own[1, :128_000].equal(torch.tensor(prompt.origin_input_ids, dtype=torch.int32))
 
 

@@ -18,7 +18,7 @@ NUM_AGREEMENTS = AGREED + 1
 _NUM_POWERS = 12  # path probabilities are counted by power of two; as in the C code
 _PATH_PRIOR = 8.0  # expected nodes that the prior of a ratio counts for
 _PATH_MEMORY = 256.0  # expected nodes after which old ones fade
-_NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # limits between the buckets of E = exp(-g); as in the C code
+NOISE_ENDS = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # limits between the buckets of E = exp(-g); as in the C code
 _NEARLY, _HARDLY = 0.97, 0.003  # the two probabilities that a copied token may have, see `by_noise`
 _MEMORY = 1024.0  # observations after which old ones fade
 
@@ -106,7 +106,7 @@ def by_noise(prior: Tensor) -> Tensor:
 def _drawn_by_noise(p: float) -> Tensor:
     """P(a token of probability p is drawn), [noises] by bucket of E."""
     rate = 1 / p - 1
-    starts, ends = torch.tensor([0.0, *_NOISE_ENDS]).double(), torch.tensor([*_NOISE_ENDS, torch.inf]).double()
+    starts, ends = torch.tensor([0.0, *NOISE_ENDS]).double(), torch.tensor([*NOISE_ENDS, torch.inf]).double()
     # E is exponentially distributed: the integral of exp(-E) exp(-rate E) over the bucket, divided by that of exp(-E).
     drawn = ((-(1 + rate) * starts).exp() - (-(1 + rate) * ends).exp()) / (1 + rate)
     return drawn / ((-starts).exp() - (-ends).exp())

@@ -14,8 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.tree.device.copies import Texts
+from graft.tree.device.pool import NO_TOKEN
 
 SETTINGS = ("seeds", "salts", "kinds", "temperatures", "powers")  # a request's settings that its tree depends on
+_LIMITS = ("top_k", "top_p", "min_p")  # its other settings
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_WRITTEN_AT_ONCE = 2048  # tokens of a text
 _KEYS = tl.constexpr(64)  # most keys of a block
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # rows of a tile: places times query heads per key head
 _LEAST_SPLIT = 128  # fewest keys before the tree that one program reads
@@ -102,6 +106,90 @@ def verify_attention(
             **sizes,
             num_warps=2,
         )
+
+
+def write_slots(message: Mapping[str, Tensor], settings: Mapping[str, Tensor], texts: Texts) -> None:
+    """Keep finished texts, and then write the texts and the settings of new requests to their slots.
+
+    message: see `slots._message_layout`. settings: of all requests, by slot, written.
+    """
+    _write_slots_kernel[(len(message["slots"]),)](
+        *(message[name] for name in ("slots", "kept_firsts", "kept_counts", "kept_places", "past_end")),
+        *(message[name] for name in ("starts", "lengths", "tokens", *SETTINGS, *_LIMITS)),
+        *(settings[name] for name in (*SETTINGS, *_LIMITS)),
+        *(texts.own, texts.past, texts.past_end, texts.own.shape[1], len(texts.past)),
+        NUM_BUCKETS=settings["powers"].shape[1],
+        BLOCK=_WRITTEN_AT_ONCE,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _write_slots_kernel(
+    slots: tl.tensor,
+    kept_firsts: tl.tensor,
+    kept_counts: tl.tensor,
+    kept_places: tl.tensor,
+    past_end: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    tokens: tl.tensor,
+    seeds: tl.tensor,
+    salts: tl.tensor,
+    kinds: tl.tensor,
+    temperatures: tl.tensor,
+    powers: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    slot_seeds: tl.tensor,
+    slot_salts: tl.tensor,
+    slot_kinds: tl.tensor,
+    slot_temperatures: tl.tensor,
+    slot_powers: tl.tensor,
+    slot_top_k: tl.tensor,
+    slot_top_p: tl.tensor,
+    slot_min_p: tl.tensor,
+    own: tl.tensor,
+    past: tl.tensor,
+    known_end: tl.tensor,
+    context: tl.int64,
+    ring: tl.int64,
+    NUM_BUCKETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One slot. Its finished text is kept before a new one overwrites it."""
+    number = tl.program_id(0)
+    slot = tl.load(slots + number)
+    text = own + slot * context
+    each = tl.arange(0, BLOCK)
+    count = tl.load(kept_counts + number)
+    if count > 0:
+        first, place = tl.load(kept_firsts + number), tl.load(kept_places + number)
+        for begin in range(0, count + 1, BLOCK):
+            at = begin + each
+            token = tl.load(text + first + at, mask=at < count, other=_NO_TOKEN)
+            tl.store(past + ((place + at) & (ring - 1)), token, mask=at <= count)
+    if number == 0:
+        end = tl.arange(0, 2)
+        tl.store(known_end + end, tl.load(past_end + end))
+    tl.debug_barrier()  # all threads have read the old text
+    start = tl.load(starts + number)
+    if start >= 0:
+        length = tl.load(lengths + number)
+        for begin in range(0, context, BLOCK):
+            at = begin + each
+            token = tl.load(tokens + start + at, mask=at < length, other=_NO_TOKEN)
+            tl.store(text + at, token, mask=at < context)
+        tl.store(slot_seeds + slot, tl.load(seeds + number))
+        tl.store(slot_salts + slot, tl.load(salts + number))
+        tl.store(slot_kinds + slot, tl.load(kinds + number))
+        tl.store(slot_temperatures + slot, tl.load(temperatures + number))
+        bucket = tl.arange(0, NUM_BUCKETS)
+        tl.store(slot_powers + slot * NUM_BUCKETS + bucket, tl.load(powers + number * NUM_BUCKETS + bucket))
+        tl.store(slot_top_k + slot, tl.load(top_k + number))
+        tl.store(slot_top_p + slot, tl.load(top_p + number))
+        tl.store(slot_min_p + slot, tl.load(min_p + number))
 
 
 def load_rows(

@@ -10,61 +10,41 @@ read where SGLang's own graphs leave them. Without a graph (or a GPU) the same f
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from graft.engine.staging import Staging
 from graft.integrations.sglang import kernels
 from graft.integrations.sglang.fallback import Attempt
 from graft.integrations.sglang.kernels import Drafted, Rows
 from graft.integrations.sglang.settings import SGLangSettings
+from graft.integrations.sglang.slots import Request, Slots
 from graft.model.captures import Captures, Run, pinned_zeros
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import topk as topk_kernels
-from graft.model.noise import NUM_KINDS, RowDraws, gumbel_noise, share_powers
+from graft.model.noise import NUM_KINDS, gumbel_noise
 from graft.model.sampler import truncated
 from graft.model.verified import NUM_SUCCESSORS
 from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
-from graft.tree.device.copies import MAX_MATCH
 from graft.tree.device.noise import DraftDraws
-from graft.tree.device.pool import NO_TOKEN, NUM_BUCKETS
-from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources, packed
+from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.device.tables import Tables
 
 _log = logging.getLogger("graft.sglang")
 
 _PAST_TOKENS = 1 << 18  # tokens of finished texts that are searched
-_MOST_OF_A_TEXT = 1 << 15  # tokens of one finished text that are kept
 _TABLE_ROWS = 1 << 18
-_COMPARED_PROMPTS, _COMPARED_TOKENS = 16, 4096  # compared with a new prompt, so that a shared beginning is kept once
-_SENT_AT_ONCE = 1 << 16
 _DRAWN_AT_ONCE = 1 << 22  # random numbers that `draw_in_torch` makes at once
 _SHARPNESS = 1.2  # factor of an EAGLE-3 head's logits when it guesses draws; as in `Eagle3Drafter`
 _UNREAD_SHARE = 8  # the head drafts for a text if it has left out at most an eighth of it
-
-
-class Request(Protocol):
-    """The part of SGLang's `Req` that is used here."""
-
-    req_pool_idx: int
-    origin_input_ids: Sequence[int]
-    output_ids: Sequence[int]
-    sampling_params: Any
-
-    def finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -91,13 +71,6 @@ class VerifyArrays(NamedTuple):
     retrieve_next_token: Tensor  # [B, D] first child in the row, -1 if none
     retrieve_next_sibling: Tensor  # [B, D]
     draft_token: Tensor  # [B * D]
-
-
-class _Held(NamedTuple):
-    """The request in a slot."""
-
-    request: Request
-    first: int  # the tokens before this index are in an earlier text too
 
 
 class Trees:
@@ -143,8 +116,8 @@ class Trees:
         self.step = torch.zeros(6 * MAX_TREE_TOKENS + 4 * (server.most_rows + 1), dtype=torch.int32, device=device)
         columns, by_row = self.step.split([6 * MAX_TREE_TOKENS, 4 * (server.most_rows + 1)])
         self._columns, self._by_row = columns.view(6, -1), by_row.view(4, -1)
-        size, in_slots = packed(_settings_layout(server.num_slots))
-        self._slots = in_slots(torch.zeros(size, dtype=torch.int32, device=device))
+        known = (server.vocab_size, server.random_seed, server.knows_noise, settings.isolated)
+        self._slots = Slots(self.round.texts, *known)
         self._ones = torch.ones(server.num_slots, dtype=torch.int64, device=device)
         self._has_head = torch.ones(server.num_slots, dtype=torch.int32, device=device)
         self._unread: Tensor | None = None  # [KV slots] whether the head has left the token out
@@ -152,8 +125,6 @@ class Trees:
         self._to_target = torch.zeros(server.vocab_size, dtype=torch.int64, device=device)
         if to_target is not None:
             self._to_target = to_target.to(device).long() - torch.arange(len(to_target), device=device)
-        self._staging = Staging(device)
-        self._joined = itertools.count(1)
         self._captures = Captures(device)
         self._graph_rows: dict[int, list[int]] = {}  # by places, the batch sizes with graphs; 0: of the head's ranking
         # What graphs read and write. SGLang's verify reads the numbers and the chosen tokens before the next round.
@@ -172,100 +143,20 @@ class Trees:
 
     def reset(self) -> None:
         """Forget all texts and everything learned from them."""
-        self._held: dict[int, _Held] = {}  # by slot
-        self._prompts: deque[np.ndarray] = deque(maxlen=_COMPARED_PROMPTS)
-        self._num_past = 0  # tokens of finished texts ever written
+        self._slots.reset()
         self._log.restart()
-        self.round.texts.past_end.zero_()
-        self.round.texts.lengths.zero_()
         assert self.round.tables is not None
         self.round.tables.entries.fill_(-1)
         self._calibration.restore({})
         self.round.inputs["acceptance_probs"].copy_(self._calibration.acceptance_probs)
 
-    # Requests
-
     def see(self, requests: Sequence[Request]) -> None:
         """Send the requests of a batch that are new, and keep the texts of those that have ended."""
-        now = {request.req_pool_idx: request for request in requests}
-        new = {}
-        for slot, request in now.items():
-            held = self._held.get(slot)
-            if held is None or held.request is not request:
-                new[slot] = request
-        for slot, held in list(self._held.items()):
-            if slot in new or (slot not in now and held.request.finished()):
-                del self._held[slot]
-                if held.request.finished() and not self._settings.isolated:
-                    self._keep(slot, held)
-        if new:
-            self._join(new)
-
-    def _join(self, new: Mapping[int, Request]) -> None:
-        size, views = packed(_settings_layout(len(new)) | {"slots": (torch.int64, (len(new),))})
-        here = torch.zeros(size, dtype=torch.int32)
-        columns = {name: part.numpy() for name, part in views(here).items()}
-        held = {}
-        for row, (slot, request) in enumerate(new.items()):
-            given, number = request.sampling_params, self._number_of(request)
-            temperature = 0.0 if given.top_k <= 1 else float(given.temperature)  # SGLang writes greedy as top-k 1
-            draws = RowDraws(0, 0, temperature if self._server.knows_noise else 0.0)
-            columns["slots"][row] = slot
-            columns["seeds"][row] = self.seed_of(request)
-            columns["salts"][row] = number if self._settings.isolated else 0
-            columns["kinds"][row] = draws.kind
-            columns["powers"][row] = share_powers(draws.temperature, NUM_BUCKETS)
-            columns["temperatures"][row] = temperature
-            columns["top_k"][row], columns["top_p"][row], columns["min_p"][row] = given.top_k, given.top_p, given.min_p
-            held[slot] = _Held(request, self._send_text(slot, request))
-        there = views(self._staging.send(here.numpy()))
-        for name, part in self._slots.items():
-            part.index_copy_(0, there["slots"], there[name])
-        self._held |= held
+        self._slots.see(requests)
 
     def seed_of(self, request: Any) -> int:
-        """A request's own seed, or one of its number among all requests, which is the same on all ranks."""
-        if request.sampling_params.sampling_seed is not None:
-            return int(request.sampling_params.sampling_seed)
-        key = f"{self._server.random_seed} {self._number_of(request)}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
-
-    def _number_of(self, request: Any) -> int:
-        if not hasattr(request, "graft_number"):
-            request.graft_number = next(self._joined)
-        return int(request.graft_number)
-
-    def _send_text(self, slot: int, request: Request) -> int:
-        """Send what is known of a text. Returns how many of its first tokens an earlier prompt has too."""
-        known = (np.asarray(part, dtype=np.int64) for part in (request.origin_input_ids, request.output_ids))
-        ids = np.concatenate(list(known))[: self._server.context]
-        # Placeholders of images are not tokens, and must never be proposed.
-        tokens = np.where((ids >= 0) & (ids < self._server.vocab_size), ids, NO_TOKEN).astype(np.int32)
-        own = self.round.texts.own[slot]
-        for first in range(0, len(tokens), _SENT_AT_ONCE):
-            part = tokens[first : first + _SENT_AT_ONCE]
-            own[first : first + len(part)].copy_(self._staging.send(part))
-        own[len(tokens) :].fill_(NO_TOKEN)
-        begin = tokens[: min(len(request.origin_input_ids), _COMPARED_TOKENS)]
-        common = max((_common_prefix(begin, other) for other in self._prompts), default=0)
-        self._prompts.append(begin)
-        return max(common - MAX_MATCH, 0)
-
-    def _keep(self, slot: int, held: _Held) -> None:
-        """Copy a finished text behind the others, over the oldest ones."""
-        texts, request = self.round.texts, held.request
-        end = min(len(request.origin_input_ids) + len(request.output_ids), self._server.context)
-        first, size = max(held.first, end - _MOST_OF_A_TEXT), len(texts.past)
-        while first < end:
-            at = self._num_past % size
-            count = min(end - first, size - at)
-            texts.past[at : at + count].copy_(texts.own[slot, first : first + count])
-            first, self._num_past = first + count, self._num_past + count
-        at = self._num_past % size
-        texts.past[at : at + 1].fill_(NO_TOKEN)
-        self._num_past += 1
-        ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
-        texts.past_end.copy_(ends)
+        """A request's seed, which is the same on all ranks."""
+        return self._slots.seed_of(request)
 
     # What the head has read
 
@@ -281,9 +172,9 @@ class Trees:
 
         tables: [slots, context] the KV slots of each text.
         """
-        self._has_head.index_fill_(0, rows.long(), 1)
         if self._unread is None:
             return
+        self._has_head.index_fill_(0, rows.long(), 1)
         self._unread.index_fill_(0, kv_slots.long(), 0)
         for row, length in enumerate(prefix_lens):
             if length:
@@ -303,7 +194,7 @@ class Trees:
         budget, settings = num_places - 1, self._settings
         num_nodes = min(settings.budget or budget, budget)
         max_depth = min(settings.max_depth or num_nodes, num_nodes, MAX_TOKENS - 1)
-        kernels.load_rows(rows, self._slots, self.round.inputs, self.round.texts, num_nodes, max_depth)
+        kernels.load_rows(rows, self._slots.settings, self.round.inputs, self.round.texts, num_nodes, max_depth)
 
     def propose(self, drafted: Drafted, num_places: int) -> None:
         """Build the trees of the loaded rows, with padding, from the head's drafts. It may run inside a CUDA graph."""
@@ -466,7 +357,7 @@ class Trees:
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, chosen: Tensor, truncates: bool) -> None:
         """Draw the tokens of sampled rows. chosen: [B * D] the likeliest tokens, overwritten in these rows."""
-        slots = self._slots
+        slots = self._slots.settings
         of_places = rows.repeat_interleave(len(logits) // len(rows))
         drawn = torch.empty_like(chosen)
         draw_kernels.draw(
@@ -545,24 +436,3 @@ class RoundLog:
             if self._arrived is not None:
                 self._arrived.record()
             self._coming, self._rounds, self._rows = (self._rounds, self._rows), 0, 0
-
-
-def _settings_layout(num_requests: int) -> dict[str, Any]:
-    """The sampling settings of requests, for `packed`."""
-    i64, f32, each = torch.int64, torch.float32, (num_requests,)
-    return {
-        "seeds": (i64, each),
-        "salts": (i64, each),
-        "kinds": (torch.int32, each),
-        "temperatures": (f32, each),
-        "powers": (torch.float64, (num_requests, NUM_BUCKETS)),
-        "top_k": (i64, each),
-        "top_p": (f32, each),
-        "min_p": (f32, each),
-    }
-
-
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length

@@ -15,6 +15,13 @@ from torch import Tensor
 from graft.tree.device.pool import NUM_BUCKETS, bucket_of
 
 NUM_NOISES = tl.constexpr(8)  # buckets of E
+# E falls as the random bits grow. These are the greatest bits whose E is at least 0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5.
+_ENDS = tl.constexpr(
+    (
+        *(8567912963450532, 7752568243805406, 6347266036539248, 4472842778225312),
+        *(2454748163109184, 998026125424161, 271993849456634),
+    )
+)
 _NUM_BUCKETS = tl.constexpr(NUM_BUCKETS)
 
 # The constants of `hashing.mix64`.
@@ -41,8 +48,14 @@ def random_bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.te
 
 @triton.jit
 def draw_time(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """E of tokens in a draw, float64: -log(u), by a series that gives the same bits everywhere."""
-    u = (random_bits(seed, position, token).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
+    """E of tokens in a draw, float64."""
+    return time_of(random_bits(seed, position, token))
+
+
+@triton.jit
+def time_of(random: tl.tensor) -> tl.tensor:
+    """E of random bits: -log(u), by a series that gives the same bits everywhere."""
+    u = (random.to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
     bits = u.to(tl.int64, bitcast=True)
     exponent = (bits >> 52) - 1023
     m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)  # from 1 to 2
@@ -66,15 +79,17 @@ def copied_bucket(
     bucket: tl.tensor, kind: tl.tensor, seed: tl.tensor, position: tl.tensor, token: tl.tensor
 ) -> tl.tensor:
     """The score bucket of a copied token. In a sampled row (kind > 0) it is split by the bucket of the token's E."""
-    time = draw_time(seed, position, token)
-    noise = (time >= 0.05).to(tl.int32)
-    noise += (time >= 0.15).to(tl.int32)
-    noise += (time >= 0.35).to(tl.int32)
-    noise += (time >= 0.7).to(tl.int32)
-    noise += (time >= 1.3).to(tl.int32)
-    noise += (time >= 2.2).to(tl.int32)
-    noise += (time >= 3.5).to(tl.int32)
+    noise = noise_bucket_of(random_bits(seed, position, token))
     return tl.where(kind > 0, bucket * NUM_NOISES + noise, bucket)
+
+
+@triton.jit
+def noise_bucket_of(random: tl.tensor) -> tl.tensor:
+    """The bucket of the E of random bits, without computing it, since logarithms take long."""
+    noise = tl.zeros_like(random).to(tl.int32)
+    for number in tl.static_range(NUM_NOISES - 1):
+        noise += (random <= _ENDS[number]).to(tl.int32)
+    return noise
 
 
 @triton.jit
@@ -91,18 +106,20 @@ def successor_buckets(
     """In a sampled row, the bucket of the probability that each successor is drawn, given its probability and noise."""
     K: tl.constexpr = bucket.shape[1]
     rank = tl.arange(0, K)[None, :]
-    first = tl.sum(tl.where(rank == 0, bucket, 0), axis=1)[:, None]
-    below = bucket - first
-    is_weighed = is_new & (below >= 0)
-    power = tl.load(powers + tl.where(is_weighed, below, 0))
-    weight = tl.where(is_weighed, power / draw_time(seed, position, token), 0.0)
-    # Summed one by one, in the order of the C code.
-    total = tl.zeros_like(tl.sum(weight, axis=1))
-    for number in tl.static_range(K):
-        total += tl.sum(tl.where(rank == number, weight, 0.0), axis=1)
-    share = weight / tl.where(total > 0, total, 1.0)[:, None]
-    drawn = bucket_of(share, starts, _NUM_BUCKETS)
-    return tl.where((kind > 0) & (total > 0)[:, None] & is_new, drawn, bucket)
+    if kind > 0:
+        first = tl.sum(tl.where(rank == 0, bucket, 0), axis=1)[:, None]
+        below = bucket - first
+        is_weighed = is_new & (below >= 0)
+        power = tl.load(powers + tl.where(is_weighed, below, 0))
+        weight = tl.where(is_weighed, power / draw_time(seed, position, token), 0.0)
+        # Summed one by one, in the order of the C code.
+        total = tl.zeros_like(tl.sum(weight, axis=1))
+        for number in tl.static_range(K):
+            total += tl.sum(tl.where(rank == number, weight, 0.0), axis=1)
+        share = weight / tl.where(total > 0, total, 1.0)[:, None]
+        drawn = bucket_of(share, starts, _NUM_BUCKETS)
+        bucket = tl.where((total > 0)[:, None] & is_new, drawn, bucket)
+    return bucket
 
 
 class DraftDraws(NamedTuple):

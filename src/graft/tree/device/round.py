@@ -150,6 +150,27 @@ class Entries:
 AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
+class Beside:
+    """A context for work that the device does beside what follows, until `join`. Without a GPU it is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._within = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._within.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._within.__exit__(*raised)
+
+    def join(self) -> None:
+        """Let what follows wait for the work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 class DeviceRound:
     """The memory and the kernels of a round, without the models."""
 
@@ -183,6 +204,7 @@ class DeviceRound:
         self._factors = DEPTH_FACTORS.to(device)
         self._starts, self._starts64 = (bucket_starts(dtype, device) for dtype in (torch.float32, torch.float64))
         self._terms = outcome.exponential_terms(device)
+        self._beside = Beside(device)
         self._reach = torch.zeros(max_rows, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
@@ -251,11 +273,14 @@ class DeviceRound:
             found["made"].zero_()
             found["reaches"].zero_()
             if sources.copies is not None:
-                self._copy(pool_shape, self._roots[:rows], 1, max_context)
+                with self._beside:
+                    self._copy(pool_shape, self._roots[:rows], 1, max_context)
             if draft is not None:
                 found["made"][:1].copy_(inputs["drafts"])
                 draft(lambda *level: self._add_level(pool_shape, *level))
-                if sources.copies is not None:
+            if sources.copies is not None:
+                self._beside.join()
+                if draft is not None:
                     places = self._places.flatten()[: rows * pool_shape.num_places].view(rows, -1)
                     copies.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
                     self._copy(pool_shape, places, pool_shape.first_copy, max_context)
