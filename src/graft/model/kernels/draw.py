@@ -9,6 +9,7 @@ and the last one reads their results:
    program of a token finds the bins in which the truncation can end, see `_find_range`. Most tokens are far below the
    highest and share a bin, because an addition for each of them would be slow. The kernel runs once more for those
    rows in which the truncation ends among them: a flat distribution, or a top-k where one token is nearly certain.
+   Then only the tokens share a bin that are never drawn: see REACH.
 3. By chunk: tokens inside this range are collected. Those before it are kept, and drawn at once.
 4. By token: the exact cut among the collected tokens, the draw among them, and the best of all.
 
@@ -23,7 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.model.kernels.scores import (
+    BINS_PER_HALVING,
+    COARSE_BINS_PER_HALVING,
+    COARSE_OFFSET,
     EXP_BITS,
+    FIRST_FAR_BIN,
     ID_MASK,
     INFINITY,
     MANTISSA_SHIFT,
@@ -50,10 +55,6 @@ from graft.model.kernels.scores import (
 _CHUNK = 1024  # logits of one program in the first kernel, which has one warp
 _WIDE_CHUNK = 2048  # in the others, which have eight warps: few registers each, so that more programs run at once
 _ROOM = 2048  # tokens in the range of the cut that can be collected
-# A bin spans 1.1 % of a weight. Those for far tokens begin at 1/65,000 of the highest weight, the last one at one in
-# four billion.
-_BINS_PER_HALVING = tl.constexpr(64)
-_FIRST_FAR_BIN = tl.constexpr(1024)
 _TOO_MANY, _TOO_MANY_FAR = tl.constexpr(-1), tl.constexpr(-2)  # in place of the range's first bin
 _BEYOND = tl.constexpr(1 << 52)  # above every number of `order_of`
 # A bin holds the sum of its mantissas, and above it the number of tokens.
@@ -283,7 +284,7 @@ def _histogram_kernel(
     # Right shifts of the mantissa, which lose low bits, happen here; left shifts when the histogram is read.
     shift = tl.maximum((halvings >> EXP_BITS) - MANTISSA_SHIFT, 0).to(tl.int64)
     entry = (mantissa_of(halvings) >> shift) + _ONE_TOKEN
-    begin, end = (_FIRST_FAR_BIN, NUM_BINS - 1) if IS_SECOND else (0, _FIRST_FAR_BIN)
+    begin, end = (FIRST_FAR_BIN, NUM_BINS - 1) if IS_SECOND else (0, FIRST_FAR_BIN)
     own = histogram + token * NUM_BINS
     tl.atomic_add(own + bins, entry, mask=inside & (bins >= begin) & (bins < end), sem="relaxed")
     rest = tl.sum(tl.where(inside & (bins >= end), entry, 0), axis=0)
@@ -317,7 +318,7 @@ def _find_range(
     bins = tl.arange(0, NUM_BINS)
     entry = tl.load(histogram + bins, cache_modifier=".cg")  # other programs wrote it, so bypass the L1 cache
     count = (entry >> _COUNT_SHIFT) & _COUNT_MASK
-    shift = tl.maximum(-(bins // _BINS_PER_HALVING - MANTISSA_SHIFT), 0).to(tl.int64)
+    shift = tl.maximum(-(bins // BINS_PER_HALVING - MANTISSA_SHIFT), 0).to(tl.int64)
     weight = (entry & _SUM_MASK) << shift
     counts, weights = tl.cumsum(count, axis=0), tl.cumsum(weight, axis=0)
 
@@ -329,12 +330,15 @@ def _find_range(
     p_bin = tl.where(has_p, p_bin, k_bin)
     first, last = p_bin, tl.where(has_k, k_bin, p_bin)
 
-    # One bin more than the logarithm says, because it is rounded.
-    min_bin = tl.where(min_p > 0, -tl.log2(tl.maximum(min_p, 1e-30)) * _BINS_PER_HALVING + 1, NUM_BINS)
-    min_bin = tl.minimum(min_bin, NUM_BINS - 1).to(tl.int32)
-    if not IS_SECOND:  # far tokens are in the last bin
-        min_bin = tl.where(min_bin < _FIRST_FAR_BIN, min_bin, NUM_BINS - 1)
-        first = tl.minimum(first, _FIRST_FAR_BIN)
+    # The bin of min-p as in `bins_of`, and one more, because the logarithm is rounded.
+    halvings = -tl.log2(tl.maximum(min_p, 1e-30))
+    min_bin = tl.minimum(halvings * BINS_PER_HALVING, halvings * COARSE_BINS_PER_HALVING + COARSE_OFFSET) + 1
+    min_bin = tl.where(min_p > 0, min_bin, NUM_BINS).to(tl.int32)
+    if IS_SECOND:  # tokens out of reach are in the last bin: they are never drawn and have no weight
+        min_bin, last = tl.minimum(min_bin, NUM_BINS - 2), tl.minimum(last, NUM_BINS - 2)
+    else:  # far tokens are in the last bin
+        min_bin = tl.where(min_bin < FIRST_FAR_BIN, min_bin, NUM_BINS - 1)
+        first = tl.minimum(first, FIRST_FAR_BIN)
     has_cut = (has_k | has_p) & (min_bin >= first)
     first, last = tl.where(has_cut, first, min_bin + 1), tl.where(has_cut, last, min_bin)
 

@@ -6,23 +6,31 @@ import triton
 import triton.language as tl
 
 from graft.model.sampler import EXP_BITS as SAMPLER_EXP_BITS
-from graft.model.sampler import EXP_TERMS, LOWEST, WEIGHT_BITS
+from graft.model.sampler import EXP_TERMS, WEIGHT_BITS
 from graft.tree.device.noise import GOLDEN, mixed
 
 _ID_BITS = tl.constexpr(19)  # a vocabulary has fewer than 2^19 tokens
 ID_MASK = tl.constexpr((1 << 19) - 1)
-NUM_BINS = tl.constexpr(2048)  # the last one has all tokens beyond the others
-_BIN_SHIFT = tl.constexpr(SAMPLER_EXP_BITS - 6)
+# A token this far below the highest is never drawn, whatever its noise, which lies between -3.63 and 36.05: 53 random
+# bits give u from 2^-54 to 1 - 2^-52. (All bits set would round u to 1, and the noise to infinity: once in 10^16.)
+REACH = tl.constexpr(44.0)
+# A weight halves over 64 bins, and from 2^-21 of the highest weight on over 16 coarse ones. The last bin has all tokens
+# out of reach. Far tokens begin at 2^-16 of the highest weight.
+NUM_BINS = tl.constexpr(2048)
+FIRST_FAR_BIN = tl.constexpr(1024)
+BINS_PER_HALVING, COARSE_BINS_PER_HALVING = tl.constexpr(64), tl.constexpr(16)
+COARSE_OFFSET = tl.constexpr(21 * 64 - 21 * 16)  # the coarse bins continue the others
 INFINITY = tl.constexpr(float("inf"))
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 # The constants of `sampler.weights`.
 EXP_BITS = tl.constexpr(SAMPLER_EXP_BITS)
+_BIN_SHIFT, _COARSE_BIN_SHIFT = tl.constexpr(SAMPLER_EXP_BITS - 6), tl.constexpr(SAMPLER_EXP_BITS - 4)
 _FULL_WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
-_LOWEST = tl.constexpr(LOWEST)
 _EXP_TERMS = tl.constexpr(EXP_TERMS)
 _NUM_TERMS = tl.constexpr(len(EXP_TERMS))
 _HALVINGS_PER_UNIT = tl.constexpr(3098164009)  # log2(e) in parts of 2^31
+_HALVINGS_OF_REACH = tl.constexpr((44 << 26) * 3098164009 >> 32)
 # A weight is a mantissa of 26 bits, shifted.
 MANTISSA_SHIFT = tl.constexpr(WEIGHT_BITS - 26)
 
@@ -91,10 +99,13 @@ def store_choice(out: tl.tensor, value: tl.tensor, token: tl.tensor) -> None:
 
 @triton.jit
 def halvings_of(score: tl.tensor, highest: tl.tensor) -> tl.tensor:
-    """How many times a weight is half of the highest, in units of 2^-25: first part of `sampler.weights`."""
+    """How many times a weight is half of the highest, in units of 2^-25: first part of `sampler.weights`.
+
+    The sampler stops at `sampler.LOWEST`, which is nearer than REACH. All weights beyond it are 0.
+    """
     below = tl.where(score == highest, 0.0, highest - score)  # infinities are equal to themselves
-    below = tl.minimum(below, _LOWEST)
-    units = (below * 67108864.0).to(tl.int32).to(tl.uint32)  # in parts of 2^26
+    below = tl.minimum(below, REACH)
+    units = (below * 67108864.0).to(tl.uint32)  # in parts of 2^26: too many for int32
     return tl.umulhi(units, _HALVINGS_PER_UNIT).to(tl.int32)
 
 
@@ -116,7 +127,8 @@ def weights_of(halvings: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def bins_of(halvings: tl.tensor) -> tl.tensor:
-    return tl.minimum(halvings >> _BIN_SHIFT, NUM_BINS - 1)
+    fine, coarse = halvings >> _BIN_SHIFT, (halvings >> _COARSE_BIN_SHIFT) + COARSE_OFFSET
+    return tl.where(halvings < _HALVINGS_OF_REACH, tl.minimum(fine, coarse), NUM_BINS - 1)
 
 
 @triton.jit
