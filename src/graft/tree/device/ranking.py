@@ -340,7 +340,7 @@ def lay_out(
         BLOCK=triton.next_power_of_2(max(cap + 1, stride)),
         ROWS=triton.next_power_of_2(shape.num_rows),
         SIZE=triton.next_power_of_2(size),
-        num_warps=4,
+        num_warps=8,
     )
 
 
