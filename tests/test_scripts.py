@@ -129,7 +129,8 @@ def test_every_concurrency_asks_prompts_of_its_own_and_64_asks_two_for_each_requ
     asked.clear()
     options.turns = 2
     asyncio.run(measure(options, Engine(), [4], 0.0))
-    assert asked == [-1] * 64 + (["forget"] + [-1] * 64 + [*range(64)]) * 2
+    rehearsals = (["forget"] + [-1] * 64) * 4
+    assert asked == [-1] * 64 + rehearsals + (["forget"] + [-1] * 64 + [*range(64)]) * 2
 
 
 def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the_middle_steps(monkeypatch):
