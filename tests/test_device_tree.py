@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import triton.language as tl
 from graft.spec_decode.calibration import NOISE_ENDS
 from graft.tree.device import best_first, copies, drafts, noise, outcome, ranking, tables
 from graft.tree.device.pool import Draws, Pool, PoolShape, bucket_starts
+from graft.tree.device.round import alongside
 from proposers import Text
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -376,3 +378,21 @@ def test_the_bucket_of_a_noise_is_that_of_its_logarithm():
     ends = torch.tensor(NOISE_ENDS, dtype=torch.float64, device=DEVICE)
     assert buckets.tolist() == (times[:, None] >= ends).sum(1).tolist()
     assert torch.allclose(times, -torch.log((random_bits.double() + 0.5) / 2**53), rtol=1e-14, atol=0)
+
+
+def test_what_follows_waits_for_a_second_stream_also_after_an_error(monkeypatch):
+    class Stream:
+        device = None
+
+        def wait_stream(self, other):
+            waits.append((self, other))
+
+    main, second, waits = Stream(), Stream(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(ZeroDivisionError), alongside(second, lambda: waits.append("work")):
+        waits.append("beside it")
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), alongside(second, lambda: 1 / 0):
+        pass
+    assert waits == [(second, main), "work", "beside it", (main, second), (second, main), (main, second)]

@@ -204,8 +204,8 @@ def test_finished_texts_take_a_bounded_number_of_tokens():
 
 def test_texts_that_end_and_requests_that_take_their_slots_are_one_launch(monkeypatch):
     monkeypatch.setattr(slots, "_COMPARED_TOKENS", 0)
-    now, launches, write = made(), [], kernels.write_slots
-    monkeypatch.setattr(kernels, "write_slots", lambda *args: launches.append(write(*args)))
+    now, launches, write = made(), [], kernels.write_requests
+    monkeypatch.setattr(kernels, "write_requests", lambda *args: launches.append(write(*args)))
     rng, expected = np.random.default_rng(0), []
     for turn in range(12):  # the ring of 1,024 tokens is written three times over
         texts = [rng.integers(0, VOCAB, rng.integers(1, 120)).tolist() for _ in range(3)]
@@ -221,6 +221,36 @@ def test_texts_that_end_and_requests_that_take_their_slots_are_one_launch(monkey
         expected = [[*one.origin_input_ids, 7] for one in requests]
     now.see([])
     assert past_of(now)[-3:] == expected and len(launches) == 13
+
+
+def test_a_retracted_request_is_kept_once_when_it_has_ended():
+    now, one = made(), request(1, PROMPT, [7], length=2)
+    now.see([one])
+    now.see([request(1, [3, 4], [5], length=2)])
+    assert past_of(now) == []
+    one.req_pool_idx = 2
+    now.see([one])
+    one.ids = [7, 8]
+    one.output_ids.append(8)
+    now.round.texts.own[2, len(PROMPT) + 1] = 8  # as a round writes it
+    now.see([])
+    assert past_of(now) == [[*PROMPT, 7, 8]]
+
+
+def test_after_a_failed_launch_nothing_is_lost(monkeypatch):
+    now = made()
+    now.see([request(1, [1, 2], [3], length=1)])
+    write, both = kernels.write_requests, [request(1, [4], [5], length=1), request(2, [6], [7], length=1)]
+    monkeypatch.setattr(kernels, "write_requests", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        now.see(both)
+    monkeypatch.setattr(kernels, "write_requests", write)
+    now.see(both)
+    empty = request(3, [1], length=0)
+    empty.origin_input_ids = empty.origin_input_ids[:0]
+    now.see([empty])
+    now.see([])
+    assert past_of(now) == [[1, 2, 3], [4, 5], [6, 7]]
 
 
 def test_if_more_ends_at_once_than_is_kept_the_oldest_texts_are_left_out():
@@ -245,8 +275,8 @@ def test_a_long_prompt_holds_a_round_up_for_a_few_milliseconds_at_most(monkeypat
     prompt = request(1, [1])
     prompt.origin_input_ids = sglang_double.array("q", np.random.default_rng(0).integers(0, VOCAB, 128_000).tolist())
     now.see([request(2, PROMPT)])  # what is done once
-    write, sent = kernels.write_slots, []
-    monkeypatch.setattr(kernels, "write_slots", lambda *args: sent.append(args))  # the interpreter is slow
+    write, sent = kernels.write_requests, []
+    monkeypatch.setattr(kernels, "write_requests", lambda *args: sent.append(args))  # the interpreter is slow
     started = time.perf_counter()
     now.see([prompt])
     assert time.perf_counter() - started < 0.05, "an index of it took 59 ms"

@@ -31,7 +31,7 @@ class Staging:
         numbers = flat.to(dtype).view(torch.int32)
         size = len(numbers)
         if size > _STAGED:
-            return flat.to(dtype).to(self._device)
+            return torch.cat([self.send(part.numpy()) for part in numbers.split(_STAGED)]).view(dtype)
         if self._end + size > _STAGED:
             self._left[self._half].record()
             self._half, self._end = 1 - self._half, 0

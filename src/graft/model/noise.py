@@ -46,7 +46,7 @@ def noise_of_tokens(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """`gumbel_noise` of only these tokens [n]. Returns [B, n]."""
     keys = mix64(mix64(seeds) + positions)
     bits = mix64(keys[:, None] + tokens * GOLDEN)
-    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1), never its ends
+    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # never 0, and 1 once in 10^16 tokens
     return -torch.log(-torch.log(uniform))
 
 

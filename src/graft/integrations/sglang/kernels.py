@@ -108,12 +108,12 @@ def verify_attention(
         )
 
 
-def write_slots(message: Mapping[str, Tensor], settings: Mapping[str, Tensor], texts: Texts) -> None:
+def write_requests(message: Mapping[str, Tensor], settings: Mapping[str, Tensor], texts: Texts) -> None:
     """Keep finished texts, and then write the texts and the settings of new requests to their slots.
 
     message: see `slots._message_layout`. settings: of all requests, by slot, written.
     """
-    _write_slots_kernel[(len(message["slots"]),)](
+    _write_requests_kernel[(len(message["slots"]),)](
         *(message[name] for name in ("slots", "kept_firsts", "kept_counts", "kept_places", "past_end")),
         *(message[name] for name in ("starts", "lengths", "tokens", *SETTINGS, *_LIMITS)),
         *(settings[name] for name in (*SETTINGS, *_LIMITS)),
@@ -125,7 +125,7 @@ def write_slots(message: Mapping[str, Tensor], settings: Mapping[str, Tensor], t
 
 
 @triton.jit
-def _write_slots_kernel(
+def _write_requests_kernel(
     slots: tl.tensor,
     kept_firsts: tl.tensor,
     kept_counts: tl.tensor,

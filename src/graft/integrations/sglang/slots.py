@@ -81,16 +81,22 @@ class Slots:
             held = self._held.get(slot)
             if held is None or held.request is not request:
                 new[slot] = request
-        kept = []
-        for slot, held in list(self._held.items()):
-            if slot in new or (slot not in now and held.request.finished()):
-                del self._held[slot]
-                if held.request.finished() and not self._is_isolated:
-                    kept.append(self._kept(slot, held))
-        while sum(each.num_tokens + 1 for each in kept) > len(self._texts.past):
-            del kept[0]  # the later ones would overwrite it
+        gone = [
+            slot for slot, held in self._held.items() if slot in new or (slot not in now and held.request.finished())
+        ]
+        ended = [] if self._is_isolated else [slot for slot in gone if self._held[slot].request.finished()]
+        kept = [part for part in map(self._kept, ended) if part.num_tokens]
+        while sum(part.num_tokens + 1 for part in kept) > len(self._texts.past):
+            del kept[0]  # little of it would be left
         if new or kept:
             self._write(new, kept)
+        for slot in gone:  # only now, since a failed call is made again
+            del self._held[slot]
+        self._held |= {slot: self._hold(request) for slot, request in new.items()}
+
+    def warm_up(self) -> None:
+        """Compile what writes requests. `reset` is to follow."""
+        self._write({}, [_Kept(0, 0, 0)])
 
     def seed_of(self, request: Any) -> int:
         """A request's own seed, or one of its number among all requests, which is the same on all ranks."""
@@ -104,8 +110,9 @@ class Slots:
             request.graft_number = next(self._joined)
         return int(request.graft_number)
 
-    def _kept(self, slot: int, held: _Held) -> _Kept:
-        request, most = held.request, min(_MOST_OF_A_TEXT, len(self._texts.past) - 1)
+    def _kept(self, slot: int) -> _Kept:
+        held, most = self._held[slot], min(_MOST_OF_A_TEXT, len(self._texts.past) - 1)
+        request = held.request
         end = min(len(request.origin_input_ids) + len(request.output_ids), self._texts.own.shape[1])
         first = max(held.first, end - most)
         return _Kept(slot, first, max(end - first, 0))
@@ -120,12 +127,12 @@ class Slots:
         columns["slots"][:] = slots
         columns["starts"].fill(-1)
         rows = {slot: row for row, slot in enumerate(slots)}
+        end = self._num_past
         for slot, first, count in kept:
             row = rows[slot]
-            columns["kept_firsts"][row], columns["kept_counts"][row] = first, count
-            columns["kept_places"][row] = self._num_past
-            self._num_past += count + 1  # with the token that ends it
-        columns["past_end"][:] = self._num_past, max(self._num_past - len(self._texts.past), 0)
+            columns["kept_firsts"][row], columns["kept_counts"][row], columns["kept_places"][row] = first, count, end
+            end += count + 1  # with the token that ends it
+        columns["past_end"][:] = end, max(end - len(self._texts.past), 0)
         start = 0
         for slot, request in new.items():
             row, given, tokens = rows[slot], request.sampling_params, texts[slot]
@@ -141,9 +148,8 @@ class Slots:
             columns["top_k"][row], columns["top_p"][row], columns["min_p"][row] = given.top_k, given.top_p, given.min_p
             start += len(tokens)
         message = views(self._staging.send(here.numpy()))
-        kernels.write_slots(message, self.settings, self._texts)
-        for slot, request in new.items():
-            self._held[slot] = _Held(request, self._known_beginning(request, texts[slot]))
+        kernels.write_requests(message, self.settings, self._texts)
+        self._num_past = end
 
     def _text_of(self, request: Request) -> np.ndarray:
         known = (np.asarray(part, dtype=np.int64) for part in (request.origin_input_ids, request.output_ids))
@@ -151,12 +157,12 @@ class Slots:
         # Placeholders of images are not tokens, and must never be proposed.
         return np.where((ids >= 0) & (ids < self._vocab_size), ids, NO_TOKEN).astype(np.int32)
 
-    def _known_beginning(self, request: Request, tokens: np.ndarray) -> int:
-        """How many of a text's first tokens an earlier prompt has too, less those that a match may need."""
-        begin = tokens[: min(len(request.origin_input_ids), _COMPARED_TOKENS)]
+    def _hold(self, request: Request) -> _Held:
+        """Note a request, and how many of its first tokens an earlier prompt has too."""
+        begin = np.asarray(request.origin_input_ids[:_COMPARED_TOKENS])
         common = max((_common_prefix(begin, other) for other in self._prompts), default=0)
         self._prompts.append(begin)
-        return max(common - MAX_MATCH, 0)
+        return _Held(request, max(common - MAX_MATCH, 0))  # less what a match may need
 
 
 def _settings_layout(num_requests: int) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def _settings_layout(num_requests: int) -> dict[str, Any]:
 
 
 def _message_layout(num_slots: int, num_tokens: int) -> dict[str, Any]:
-    """What `kernels.write_slots` reads."""
+    """What `kernels.write_requests` reads."""
     i32, i64, each = torch.int32, torch.int64, (num_slots,)
     return _settings_layout(num_slots) | {
         "slots": (i64, each),

@@ -238,6 +238,7 @@ class Trees:
         mask = torch.ones(size * num_places, dtype=torch.bool, device=self._device) if mask is None else mask
         logits = torch.zeros(size, self._server.vocab_size, device=self._device) if logits is None else logits
         rows = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._slots.warm_up()
         for roots in (rows, rows.int()):  # a prefill and a verify give different types
             self.load(Rows(rows, rows, roots), num_places)
         self.leave_roots(rows, rows, num_places)

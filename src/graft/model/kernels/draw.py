@@ -9,7 +9,7 @@ and the last one reads their results:
    program of a token finds the bins in which the truncation can end, see `_find_range`. Most tokens are far below the
    highest and share a bin, because an addition for each of them would be slow. The kernel runs once more for those
    rows in which the truncation ends among them: a flat distribution, or a top-k where one token is nearly certain.
-   Then only the tokens share a bin that are never drawn: see REACH.
+   The last bin then holds tokens that are never drawn: see REACH.
 3. By chunk: tokens inside this range are collected. Those before it are kept, and drawn at once.
 4. By token: the exact cut among the collected tokens, the draw among them, and the best of all.
 

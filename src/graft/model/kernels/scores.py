@@ -30,7 +30,7 @@ _FULL_WEIGHT = tl.constexpr(2.0**WEIGHT_BITS)
 _EXP_TERMS = tl.constexpr(EXP_TERMS)
 _NUM_TERMS = tl.constexpr(len(EXP_TERMS))
 _HALVINGS_PER_UNIT = tl.constexpr(3098164009)  # log2(e) in parts of 2^31
-_HALVINGS_OF_REACH = tl.constexpr((44 << 26) * 3098164009 >> 32)
+_HALVINGS_OF_REACH = tl.constexpr(int(REACH.value * 2**26) * _HALVINGS_PER_UNIT.value >> 32)
 # A weight is a mantissa of 26 bits, shifted.
 MANTISSA_SHIFT = tl.constexpr(WEIGHT_BITS - 26)
 

@@ -9,7 +9,8 @@ engine: callers pass drafted levels, chosen tokens and hidden states. See `input
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -150,25 +151,24 @@ class Entries:
 AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-class Beside:
-    """A context for work that the device does beside what follows, until `join`. Without a GPU it is done at once."""
+@contextmanager
+def alongside(stream: Any, work: Callable[[], None]) -> Iterator[None]:
+    """Launch `work` on a stream of its own, and let it run beside what is launched in the context.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._within = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._within.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._within.__exit__(*raised)
-
-    def join(self) -> None:
-        """Let what follows wait for the work."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    What follows the context waits for both, so that a capture has no loose end. stream: None without a GPU.
+    """
+    if stream is None:
+        work()
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            work()
+        yield
+    finally:
+        current.wait_stream(stream)
 
 
 class DeviceRound:
@@ -204,7 +204,7 @@ class DeviceRound:
         self._factors = DEPTH_FACTORS.to(device)
         self._starts, self._starts64 = (bucket_starts(dtype, device) for dtype in (torch.float32, torch.float64))
         self._terms = outcome.exponential_terms(device)
-        self._beside = Beside(device)
+        self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reach = torch.zeros(max_rows, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
@@ -232,7 +232,10 @@ class DeviceRound:
             "finished texts": texts.past.nbytes + texts.owners.nbytes,
             "tables": known.entries.nbytes + known.tags.nbytes if known is not None else 0,
             "candidates": sum(part.nbytes for part in by_row if isinstance(part, Tensor)),
-            "lookups": max(copies.Found.num_bytes(shape.num_rows, shape.num_places, searched) for shape in shapes),
+            "lookups": max(
+                sum(copies.Found.num_bytes(shape.num_rows, places, searched) for places in (1, shape.num_places))
+                for shape in shapes
+            ),
         }
 
     @property
@@ -272,18 +275,19 @@ class DeviceRound:
             probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"][:rows]
             found["made"].zero_()
             found["reaches"].zero_()
-            if sources.copies is not None:
-                with self._beside:
+
+            def copy_at_roots() -> None:
+                if sources.copies is not None:
                     self._copy(pool_shape, self._roots[:rows], 1, max_context)
-            if draft is not None:
-                found["made"][:1].copy_(inputs["drafts"])
-                draft(lambda *level: self._add_level(pool_shape, *level))
-            if sources.copies is not None:
-                self._beside.join()
+
+            with alongside(self._second_stream, copy_at_roots):
                 if draft is not None:
-                    places = self._places.flatten()[: rows * pool_shape.num_places].view(rows, -1)
-                    copies.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
-                    self._copy(pool_shape, places, pool_shape.first_copy, max_context)
+                    found["made"][:1].copy_(inputs["drafts"])
+                    draft(lambda *level: self._add_level(pool_shape, *level))
+            if draft is not None and sources.copies is not None:
+                places = self._places.flatten()[: rows * pool_shape.num_places].view(rows, -1)
+                copies.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
+                self._copy(pool_shape, places, pool_shape.first_copy, max_context)
             if sources.tables is not None:
                 assert self.tables is not None
                 salts = inputs["salts"][:rows]
