@@ -335,6 +335,10 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         answers = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(asked)))
         return time.perf_counter() - started, list(answers)
 
+    async def start_over(size: int) -> None:
+        await engine.forget()
+        await turn(lessons, size)
+
     async def measure_sizes() -> None:
         await turn(lessons, min(max(sizes), 8))
         for size in sizes:
@@ -343,19 +347,17 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     async def measure_size(size: int) -> None:
         number = all_sizes.index(size)
         first, alone = sum(counts[:number]), 3 * options.limit // 4 if options.alone is None else options.alone
-        asked = prompts[first : first + (counts[number] if size > 1 else alone)]
-        if options.turns is not None:
-            asked = prompts[: options.limit]
         if options.turns is None:
+            asked = prompts[first : first + (counts[number] if size > 1 else alone)]
             await turn(lessons[:size], size)
+        else:
+            asked = prompts[: options.limit]
+            for _ in range(REHEARSALS):
+                await start_over(size)
         rates = []
-        for _ in range(REHEARSALS if options.turns is not None else 0):
-            await engine.forget()
-            await turn(lessons, size)
         for _ in range(options.turns or 1):
             if options.turns is not None:
-                await engine.forget()
-                await turn(lessons, size)
+                await start_over(size)
             before = engine.counters()
             seconds, answers = await turn(asked, size)
             rates.append(sum(len(ids) for ids, _ in answers) / seconds)

@@ -116,8 +116,8 @@ class Trees:
         self.step = torch.zeros(6 * MAX_TREE_TOKENS + 4 * (server.most_rows + 1), dtype=torch.int32, device=device)
         columns, by_row = self.step.split([6 * MAX_TREE_TOKENS, 4 * (server.most_rows + 1)])
         self._columns, self._by_row = columns.view(6, -1), by_row.view(4, -1)
-        known = (server.vocab_size, server.random_seed, server.knows_noise, settings.isolated)
-        self._slots = Slots(self.round.texts, *known)
+        texts, isolated = self.round.texts, settings.isolated
+        self._slots = Slots(texts, server.vocab_size, server.random_seed, server.knows_noise, isolated)
         self._ones = torch.ones(server.num_slots, dtype=torch.int64, device=device)
         self._has_head = torch.ones(server.num_slots, dtype=torch.int32, device=device)
         self._unread: Tensor | None = None  # [KV slots] whether the head has left the token out
