@@ -1,0 +1,572 @@
+"""Which quantised checkpoints give, through Graft, the text of the same checkpoint in transformers? Makes a table.
+
+    python benchmarks/quantized_formats.py                      # all formats whose libraries are installed
+    python benchmarks/quantized_formats.py bnb-nf4 ct-w4a16     # of these
+    python benchmarks/quantized_formats.py --write docs/quantised.md
+
+Each format's own library makes a checkpoint from the model's real weights. Prompts are answered greedily and sampled,
+by three decoders: transformers' `generate`, on a model that Graft never touched; Graft's plain decoding; and Graft with
+a tree in every round. Where two texts differ, the gap is how far apart the logits of the two tokens are there.
+
+The column *alone or among 32* needs no text: the logits of a token that runs alone are compared with its logits when 32
+others follow it in the same forward, in transformers' own code. A number is the largest difference, in standard
+deviations of the logits. Rounding is far below 1; a scale that all tokens of a forward share is not.
+
+Each format runs in a process of its own. A format whose library is not installed is named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib.metadata
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from common import command_line, mixed_questions, write_json
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import graft
+from graft.bench.tasks import BUILT_IN, PROMPTS_FOLDER
+from graft.compare import Answer, find_difference, plain_twin
+from graft.errors import GraftError
+from graft.hub.pull import pull
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.model.sampler import SamplingSettings
+from graft.transformers_reference import processors, transformers_answer
+
+START, END = "<!-- made by benchmarks/quantized_formats.py -->", "<!-- end -->"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUDGET = 12  # nodes of a tree
+TEMPERATURE = 0.7  # of the sampled texts
+AT, NUM_OTHERS = 8, 32  # of a prompt: the place of the token that runs alone or among others, and how many they are
+CALIBRATION = "A calibration text: the quick brown fox jumps over the lazy dog. def add(a, b):\n    return a + b\n" * 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to make a quantised checkpoint."""
+
+    title: str
+    library: str  # whose presence and version count
+    make: Callable[[Path, Path], None]  # from a folder into a folder
+    note: str = ""
+    dtype: str = "fp32"
+
+
+def plain_model(source: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options).eval()
+
+
+def save(model: Any, source: Path, folder: Path) -> None:
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def on_loading(config: Callable[[], Any], dtype: torch.dtype = torch.bfloat16) -> Callable[[Path, Path], None]:
+    """For formats that transformers makes while it loads a model."""
+
+    def make(source: Path, folder: Path) -> None:
+        save(plain_model(source, dtype, quantization_config=config()), source, folder)
+
+    return make
+
+
+def fine_grained_fp8(source: Path, folder: Path) -> None:
+    """transformers quantises on a GPU only, so its conversion is called for each weight, in blocks of 64 x 64."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    model = plain_model(source)
+    config = FineGrainedFP8Config(weight_block_size=(64, 64))
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    state = {}
+    for name, value in model.state_dict().items():
+        state |= quantize.convert({name: value}) if name.endswith("proj.weight") else {name: value}
+    del state["lm_head.weight"]  # tied
+    save(model, source, folder)
+    rewrite(folder, state, config.to_dict() | {"modules_to_not_convert": ["lm_head"]})
+
+
+def rewrite(folder: Path, state: dict[str, Tensor], quantization: dict[str, Any]) -> None:
+    """Replace a saved model's weights by packed ones."""
+    from safetensors.torch import save_file
+
+    save_file(
+        {name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": quantization}
+    path.write_text(json.dumps(config, indent=1, default=str))
+
+
+def compressed(scheme: Callable[[], Any], ignore: Sequence[str] = ("lm_head",)) -> Callable[[Path, Path], None]:
+    """By compressed-tensors: scales from the largest weights, and static ones of inputs from a short text."""
+
+    def make(source: Path, folder: Path) -> None:
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import (
+            QuantizationConfig,
+            QuantizationStatus,
+            apply_quantization_config,
+        )
+
+        model = plain_model(source)
+        highest = inputs_of(model, AutoTokenizer.from_pretrained(source))
+        if "lm_head" not in ignore:
+            model.config.tie_word_embeddings = False
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        config = QuantizationConfig(config_groups={"all": scheme()}, ignore=list(ignore))
+        apply_quantization_config(model, config)
+        for name, layer in model.named_modules():
+            if getattr(layer, "quantization_scheme", None) is not None:
+                set_scales(layer, highest[name])
+                layer.quantization_status = QuantizationStatus.FROZEN
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        save(model, source, folder)
+        compressor.update_config(folder)
+
+    return make
+
+
+@torch.no_grad()
+def inputs_of(model: Any, tokenizer: Any) -> dict[str, Tensor]:
+    """The largest input of each linear layer on a short text."""
+    highest: dict[str, Tensor] = {}
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+
+    def hook(name: str) -> Any:
+        return lambda layer, given: highest.update({name: given[0].abs().max().float()})
+
+    hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers]
+    model(**tokenizer(CALIBRATION, return_tensors="pt"))
+    for each in hooks:
+        each.remove()
+    return highest
+
+
+@torch.no_grad()
+def set_scales(layer: Any, highest_input: Tensor) -> None:
+    """Give a layer of compressed-tensors the scales of its weight, and of its inputs if they are static."""
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme, weight = layer.quantization_scheme, layer.weight.float()
+    args, overall = scheme.weights, None
+    rows, columns = weight.shape
+    height, width = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "group": (1, args.group_size),
+        "tensor_group": (1, args.group_size),
+        "block": tuple(args.block_structure or ()),
+    }[str(args.strategy)]
+    padded = nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
+    blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    if hasattr(layer, "weight_global_scale"):
+        overall = generate_gparam(weight.amin(), weight.amax())
+        layer.weight_global_scale.copy_(overall)
+    fill(layer, "weight", calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args, global_scale=overall))
+    if hasattr(layer, "input_global_scale"):
+        layer.input_global_scale.copy_(generate_gparam(-highest_input, highest_input))
+    elif hasattr(layer, "input_scale"):
+        fill(layer, "input", calculate_qparams(-highest_input, highest_input, scheme.input_activations))
+
+
+def fill(layer: Any, what: str, values: tuple[Tensor, Tensor]) -> None:
+    for kind, value in zip(("scale", "zero_point"), values, strict=True):
+        place = getattr(layer, f"{what}_{kind}", None)
+        if place is not None:
+            place.copy_(value.to(place.dtype).view_as(place))
+
+
+def preset(name: str, **changes: Any) -> Callable[[], Any]:
+    """A scheme of compressed-tensors for linear layers; changes are made to the arguments of its weights."""
+
+    def scheme() -> Any:
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        made = preset_name_to_scheme(name, ["Linear"]).model_copy(deep=True)
+        for key, value in changes.items():
+            target = made.input_activations if key.startswith("input_") else made.weights
+            setattr(target, key.removeprefix("input_"), value)
+        return made
+
+    return scheme
+
+
+def dynamic_per_tensor(name: str) -> Callable[[], Any]:
+    """A scheme whose activations have one scale in each forward, made from a preset with 8 bits."""
+
+    def scheme() -> Any:
+        made = preset(name)()
+        made.input_activations.strategy, made.input_activations.dynamic = "tensor", True
+        return made
+
+    return scheme
+
+
+def torchao(make_config: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
+    def config() -> Any:
+        import torchao.quantization as library
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(quant_type=make_config(library))
+
+    return on_loading(config)
+
+
+def transformers_config(name: str, **options: Any) -> Callable[[], Any]:
+    def config() -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**options)
+
+    return config
+
+
+def to_nearest(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit integers [out, in], scales and zeros [out, in / group], rounded to the nearest."""
+    blocks = weight.float().unflatten(1, (-1, group))
+    lowest, highest = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True).clamp(min=0)
+    scales = ((highest - lowest) / 15).half().float().clamp(min=1e-6)
+    zeros = (-lowest / scales).round().clamp(0, 15)
+    values = ((blocks / scales).round() + zeros).clamp(0, 15)
+    return values.flatten(1).int(), scales[..., 0], zeros[..., 0].int()
+
+
+def words(values: Tensor, dim: int, order: Sequence[int] = range(8)) -> Tensor:
+    """Eight 4-bit integers along a dimension in one int32, the first of `order` in the lowest bits."""
+    parts = values.long().movedim(dim, -1).unflatten(-1, (-1, 8))
+    packed = sum(parts[..., each] << 4 * place for place, each in enumerate(order))
+    return packed.to(torch.int32).movedim(-1, dim)
+
+
+def four_bits_by_hand(method: str, group: int = 64) -> Callable[[Path, Path], None]:
+    def make(source: Path, folder: Path) -> None:
+        model = plain_model(source, torch.float16)
+        state = {}
+        for name, value in model.state_dict().items():
+            if not name.endswith("proj.weight"):
+                state[name] = value
+                continue
+            values, scales, zeros = (part.T for part in to_nearest(value, group))
+            base = name.removesuffix("weight")
+            order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else range(8)
+            state[base + "scales"] = scales.half()
+            state[base + "qweight"] = words(values, 1 if method == "awq" else 0, order)
+            state[base + "qzeros"] = words(zeros if method == "awq" else (zeros - 1) & 15, 1, order)
+            if method == "gptq":
+                state[base + "g_idx"] = torch.arange(value.shape[1], dtype=torch.int32) // group
+        del state["lm_head.weight"]  # tied
+        save(model, source, folder)
+        facts = {
+            "awq": {"version": "gemm", "zero_point": True},
+            "gptq": {"desc_act": False, "sym": False, "checkpoint_format": "gptq"},
+        }
+        rewrite(folder, state, {"quant_method": method, "bits": 4, "group_size": group} | facts[method])
+
+    return make
+
+
+def per_tensor_int8(library: Any) -> Any:
+    return library.Int8DynamicActivationInt8WeightConfig(granularity=library.PerTensor())
+
+
+FORMATS = {
+    "bf16": Format("not quantised", "transformers", lambda source, folder: save(plain_model(source), source, folder)),
+    "fp8-block": Format(
+        "fine-grained FP8, blocks of 64 x 64", "transformers", fine_grained_fp8, "blocks of 128 do not divide 576"
+    ),
+    "ct-fp8-dynamic": Format("FP8_DYNAMIC (by token)", "compressed-tensors", compressed(preset("FP8_DYNAMIC"))),
+    "ct-fp8-block": Format(
+        "FP8_BLOCK, blocks of 64 x 64",
+        "compressed-tensors",
+        compressed(preset("FP8_BLOCK", block_structure=[64, 64], input_group_size=64)),
+    ),
+    "ct-fp8-static": Format("FP8 (static, per tensor)", "compressed-tensors", compressed(preset("FP8"))),
+    "ct-w8a8": Format("W8A8 (by token)", "compressed-tensors", compressed(preset("W8A8"))),
+    "ct-int8-tensor": Format(
+        "int8, activations per tensor", "compressed-tensors", compressed(dynamic_per_tensor("W8A8"))
+    ),
+    "ct-fp8-tensor": Format(
+        "FP8, activations per tensor", "compressed-tensors", compressed(dynamic_per_tensor("FP8_DYNAMIC"))
+    ),
+    "ct-w8a16": Format("W8A16, groups of 64", "compressed-tensors", compressed(preset("W8A16", group_size=64))),
+    "ct-w4a16": Format("W4A16, groups of 64", "compressed-tensors", compressed(preset("W4A16", group_size=64))),
+    "ct-w4a16-head": Format(
+        "W4A16 with lm_head", "compressed-tensors", compressed(preset("W4A16", group_size=64), ignore=())
+    ),
+    "ct-nvfp4a16": Format("NVFP4A16", "compressed-tensors", compressed(preset("NVFP4A16")), dtype="bf16"),
+    "ct-nvfp4": Format("NVFP4", "compressed-tensors", compressed(preset("NVFP4")), dtype="bf16"),
+    "ct-mxfp4a16": Format("MXFP4A16", "compressed-tensors", compressed(preset("MXFP4A16")), dtype="bf16"),
+    "ct-mxfp4": Format("MXFP4", "compressed-tensors", compressed(preset("MXFP4")), dtype="bf16"),
+    "bnb-nf4": Format(
+        "nf4",
+        "bitsandbytes",
+        on_loading(
+            transformers_config("BitsAndBytesConfig", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        ),
+    ),
+    "bnb-int8": Format(
+        "int8, threshold 0",
+        "bitsandbytes",
+        on_loading(transformers_config("BitsAndBytesConfig", load_in_8bit=True, llm_int8_threshold=0.0)),
+    ),
+    "bnb-int8-outliers": Format(
+        "int8, threshold 6 (outliers)",
+        "bitsandbytes",
+        on_loading(transformers_config("BitsAndBytesConfig", load_in_8bit=True)),
+    ),
+    "ao-int8": Format("int8 weights", "torchao", torchao(lambda ao: ao.Int8WeightOnlyConfig())),
+    "ao-int4": Format(
+        "int4 weights, groups of 32", "torchao", torchao(lambda ao: ao.Int4WeightOnlyConfig(group_size=32))
+    ),
+    "ao-intx4": Format(
+        "int4 weights (IntxWeightOnly), groups of 32",
+        "torchao",
+        torchao(lambda ao: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32))),
+    ),
+    "ao-fp8": Format("float8 weights", "torchao", torchao(lambda ao: ao.Float8WeightOnlyConfig())),
+    "ao-int8-token": Format(
+        "int8, activations by token", "torchao", torchao(lambda ao: ao.Int8DynamicActivationInt8WeightConfig())
+    ),
+    "ao-int8-tensor": Format("int8, activations per tensor", "torchao", torchao(per_tensor_int8)),
+    "gptq": Format("GPTQ, groups of 64", "gptqmodel", four_bits_by_hand("gptq"), "packed by this script"),
+    "awq": Format("AWQ, groups of 64", "gptqmodel", four_bits_by_hand("awq"), "packed by this script"),
+    "quanto-int8": Format(
+        "int8 weights", "optimum-quanto", on_loading(transformers_config("QuantoConfig", weights="int8"))
+    ),
+    "hqq": Format("4 bits, groups of 64", "hqq", on_loading(transformers_config("HqqConfig", nbits=4, group_size=64))),
+}
+
+
+@torch.no_grad()
+def alone_or_among(model: Any, prompts: Sequence[Sequence[int]]) -> float:
+    """How far the logits of a token move when others follow it in its forward, in standard deviations."""
+    worst = 0.0
+    for ids in prompts:
+        cache = model(torch.tensor([ids[:AT]]), use_cache=True).past_key_values
+        alone, among = (
+            model(torch.tensor([ids[AT : AT + count]]), past_key_values=copy.deepcopy(cache)).logits[0, 0].float()
+            for count in (1, 1 + NUM_OTHERS)
+        )
+        worst = max(worst, float((among - alone).abs().max() / alone.std()))
+    return worst
+
+
+@dataclass
+class Result:
+    """What was found for a format. All gaps are in logits."""
+
+    versions: str
+    file_mb: float = 0.0
+    memory_mb: float = 0.0
+    layers: str = ""
+    steps: str = ""
+    among: float = 0.0
+    texts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    trees: list[float] | None = None  # a gap for each text of Graft with trees that is not Graft's plain one
+    generate: list[float] | None = None  # a gap for each plain text of Graft that is not that of `generate`
+    refused: str = ""
+    failed: str = ""
+
+
+def examine(name: str, source: Path, folder: Path, prompts: list[list[int]], num_tokens: int) -> Result:
+    """Make the checkpoint of a format, answer all prompts by the three decoders, and compare."""
+    form = FORMATS[name]
+    found = Result(version_of(form.library))
+    try:
+        if not folder.exists():
+            unfinished = folder.with_suffix(".part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            form.make(source, unfinished)
+            unfinished.rename(folder)
+        found.file_mb = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6
+        asked = [
+            (ids, SamplingSettings(max_new_tokens=num_tokens, temperature=temperature, seed=number, ignore_eos=True))
+            for number, ids in enumerate(prompts)
+            for temperature in (0.0, TEMPERATURE)
+        ]
+        theirs = by_transformers(plain_model(folder, DTYPES[form.dtype]), asked, found)
+        gc.collect()
+        by_graft(graft.load(folder, dtype=form.dtype, draft=None, profile=None, budget=BUDGET), asked, theirs, found)
+    except GraftError as error:
+        found.refused = str(error).replace(str(folder), "the checkpoint")
+    except Exception as error:
+        traceback.print_exc()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        found.failed = (
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]} ({Path(place.filename).name}:{place.lineno})"
+        )
+    return found
+
+
+Asked = list[tuple[list[int], SamplingSettings]]
+
+
+def by_transformers(model: Any, asked: Asked, found: Result) -> list[list[int]]:
+    """The texts of transformers' `generate`."""
+    found.among = alone_or_among(model, [ids for ids, _ in asked[::2]][:4])
+    alone: Any = SimpleNamespace(target=SimpleNamespace(model=model, device=model.device), eos_token_ids=())
+    return [transformers_answer(alone, ids, settings) for ids, settings in asked]
+
+
+def by_graft(engine: Any, asked: Asked, theirs: list[list[int]], found: Result) -> None:
+    """Compare Graft's texts with trees, its plain ones, and those of transformers."""
+    model, plain = engine.target.model, plain_twin(engine)
+    found.layers, found.steps = layers_of(model), engine.target.mode
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    found.memory_mb = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
+    found.trees, found.generate = [], []
+    for (ids, settings), reference in zip(asked, theirs, strict=True):
+        rule = processors(engine, settings, len(ids))
+        ours = Answer("plain", plain.generate(ids, **vars(settings)).ids)
+        generation = engine.generate(ids, **vars(settings))
+        found.texts += 1
+        found.tokens += len(ours.ids)
+        found.accepted += generation.stats.accepted
+        for gaps, expected, other in (
+            (found.trees, ours, Answer("graft", generation.ids)),
+            (found.generate, Answer("transformers", reference), ours),
+        ):
+            difference = find_difference(model, ids, expected, other, rule)
+            if difference is not None:
+                one, two = difference.expected.score, difference.found.score
+                assert one is not None and two is not None
+                gaps.append(abs(one - two) * (settings.temperature or 1))
+
+
+def layers_of(model: nn.Module) -> str:
+    """The kinds of linear layers of a model, and how many there are of each."""
+    kinds: Counter[str] = Counter()
+    for layer in model.modules():
+        if not hasattr(layer, "in_features"):
+            continue
+        weight = getattr(layer, "weight", None)
+        what = "packed" if weight is None else str(weight.dtype).removeprefix("torch.")
+        if weight is not None and type(weight) is not nn.Parameter:
+            what = type(weight).__name__
+        kinds[f"{type(layer).__name__} ({what}{', own forward' * ('forward' in vars(layer))})"] += 1
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def version_of(library: str) -> str:
+    return f"{library} {importlib.metadata.version(library)}"
+
+
+def is_installed(library: str) -> bool:
+    try:
+        return bool(version_of(library))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def table(results: dict[str, Result]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| format | made by | layers in Graft | file, memory (MB) | alone or among 32 | steps | trees | `generate` |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        form = FORMATS[name]
+        made = f"{found.versions}{', ' + form.note if form.note else ''}"
+        if found.failed or found.refused:
+            what = f"refused: {found.refused}" if found.refused else f"**fails**: {found.failed}"
+            lines.append(f"| {form.title} | {made} | {what} | | {number(found.among)} | | | |")
+            continue
+        sizes = f"{found.file_mb:.0f}, {found.memory_mb:.0f}"
+        outcomes = (differences(gaps or [], found.texts) for gaps in (found.trees, found.generate))
+        cells = (form.title, made, found.layers, sizes, number(found.among), found.steps, *outcomes)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def differences(gaps: Sequence[float], texts: int) -> str:
+    """How many texts differ, and the gaps there."""
+    if not gaps:
+        return f"0 of {texts} differ"
+    ordered = sorted(gaps)
+    return f"**{len(gaps)} of {texts} differ**, gaps {number(ordered[0])} to {number(ordered[-1])}"
+
+
+def number(value: float) -> str:
+    return f"{value:.1e}" if 0 < value < 0.01 else f"{value:.2g}"
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # libraries write a line for each layer
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    parser = command_line(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FORMATS)}; all if not given")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a packaged model or a folder, of a Llama in bf16")
+    parser.add_argument(
+        "--data", type=Path, action="append", help="a prompt file, repeatable; the built-in ones if not given"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="how many prompts, of all files in turn")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--folder", type=Path, help="keep the checkpoints here, and use those that are there")
+    parser.add_argument("--out", type=Path, help="a JSON file of results; formats that are in it are not run again")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(FORMATS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    names = options.names or list(FORMATS)
+    known = {}
+    if options.out is not None and options.out.exists():
+        known = {name: Result(**facts) for name, facts in json.loads(options.out.read_text()).items()}
+    source = pull(options.model) if options.model in PACKAGED_MODELS else Path(options.model)
+    prompts = chosen_prompts(source, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in (name for name in names if name not in known):
+            if not is_installed(FORMATS[name].library):
+                print(f"{name}: left out, because {FORMATS[name].library} is not installed", file=sys.stderr)
+                continue
+            folder = (options.folder or Path(scratch)).absolute() / name
+            start = time.perf_counter()
+            known[name] = examine(name, source, folder, prompts, options.max_new_tokens)
+            if options.folder is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            print(f"{name}: {known[name]}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+            write_json(options.out, {each: asdict(found) for each, found in known.items()})
+            gc.collect()
+    made = table({name: known[name] for name in FORMATS if name in known})
+    if options.write is None:
+        print(made)
+    else:
+        before, _, rest = options.write.read_text().partition(START)
+        _, _, after = rest.partition(END)
+        options.write.write_text(f"{before}{START}\n\n{made}\n\n{END}{after}")
+
+
+def chosen_prompts(source: Path, options: argparse.Namespace) -> list[list[int]]:
+    """Token ids of the prompts, of all files in turn."""
+    files = options.data or [PROMPTS_FOLDER / f"{name}.jsonl" for name in BUILT_IN]
+    engine = graft.load(source, draft=None, policy="off", profile=None)
+    asked = mixed_questions(files, engine, options.max_new_tokens, limit=-(-options.prompts // len(files)))
+    return [question.ids for question in asked[: options.prompts]]
+
+
+if __name__ == "__main__":
+    main()
