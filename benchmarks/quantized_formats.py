@@ -68,6 +68,8 @@ class Format:
     make: Callable[[Path, Path], None]  # from a folder into a folder
     note: str = ""
     dtype: str = "fp32"
+    activations: str = ""  # how they are quantised, if they are
+    on_loading: Callable[[], Any] | None = None  # the config of a format that transformers cannot save
 
 
 def plain_model(source: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -86,6 +88,10 @@ def on_loading(config: Callable[[], Any], dtype: torch.dtype = torch.bfloat16) -
         save(plain_model(source, dtype, quantization_config=config()), source, folder)
 
     return make
+
+
+def not_saved(source: Path, folder: Path) -> None:
+    """For formats that transformers cannot save: they are quantised anew from the source each time."""
 
 
 def fine_grained_fp8(source: Path, folder: Path) -> None:
@@ -351,9 +357,18 @@ FORMATS = {
     "gptq": Format("GPTQ, groups of 64", "gptqmodel", four_bits_by_hand("gptq"), "packed by this script"),
     "awq": Format("AWQ, groups of 64", "gptqmodel", four_bits_by_hand("awq"), "packed by this script"),
     "quanto-int8": Format(
-        "int8 weights", "optimum-quanto", on_loading(transformers_config("QuantoConfig", weights="int8"))
+        "int8 weights",
+        "optimum-quanto",
+        not_saved,
+        "quantised on loading: transformers cannot save it",
+        on_loading=transformers_config("QuantoConfig", weights="int8"),
     ),
-    "hqq": Format("4 bits, groups of 64", "hqq", on_loading(transformers_config("HqqConfig", nbits=4, group_size=64))),
+    "hqq": Format(
+        "4 bits, groups of 64",
+        "hqq",
+        not_saved,
+        on_loading=transformers_config("HqqConfig", nbits=4, group_size=64),
+    ),
 }
 
 
@@ -393,7 +408,7 @@ class Result:
 def examine(name: str, source: Path, folder: Path, prompts: list[list[int]], num_tokens: int) -> Result:
     """Make the checkpoint of a format, answer all prompts by the three decoders, and compare."""
     form = FORMATS[name]
-    found = Result(version_of(form.library))
+    found, stage = Result(version_of(form.library)), "cannot be made here"
     try:
         if not folder.exists():
             unfinished = folder.with_suffix(".part")
@@ -407,53 +422,58 @@ def examine(name: str, source: Path, folder: Path, prompts: list[list[int]], num
             for number, ids in enumerate(prompts)
             for temperature in (0.0, TEMPERATURE)
         ]
-        theirs = by_transformers(plain_model(folder, DTYPES[form.dtype]), asked, found)
-        gc.collect()
-        by_graft(graft.load(folder, dtype=form.dtype, draft=None, profile=None, budget=BUDGET), asked, theirs, found)
+        stage = "does not run in transformers"
+        reference = fresh_model(form, source, folder)  # Graft never sees this one
+        found.among = alone_or_among(reference, prompts[:4])
+        stage = "fails"
+        options: dict[str, Any] = {"draft": None, "profile": None, "budget": BUDGET}
+        if form.on_loading is None:
+            engine = graft.load(folder, dtype=form.dtype, **options)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            engine = graft.load(fresh_model(form, source, folder), tokenizer=tokenizer, **options)
+        compare(engine, reference, asked, found)
     except GraftError as error:
         found.refused = str(error).replace(str(folder), "the checkpoint")
     except Exception as error:
         traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        found.failed = (
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]} ({Path(place.filename).name}:{place.lineno})"
-        )
+        found.failed = f"{stage}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return found
 
 
-Asked = list[tuple[list[int], SamplingSettings]]
+def fresh_model(form: Format, source: Path, folder: Path) -> Any:
+    """The quantised model, by transformers alone."""
+    dtype = DTYPES[form.dtype]
+    if form.on_loading is not None:
+        return plain_model(source, dtype, quantization_config=form.on_loading())
+    return plain_model(folder, dtype)
 
 
-def by_transformers(model: Any, asked: Asked, found: Result) -> list[list[int]]:
-    """The texts of transformers' `generate`."""
-    found.among = alone_or_among(model, [ids for ids, _ in asked[::2]][:4])
-    alone: Any = SimpleNamespace(target=SimpleNamespace(model=model, device=model.device), eos_token_ids=())
-    return [transformers_answer(alone, ids, settings) for ids, settings in asked]
-
-
-def by_graft(engine: Any, asked: Asked, theirs: list[list[int]], found: Result) -> None:
-    """Compare Graft's texts with trees, its plain ones, and those of transformers."""
+def compare(engine: Any, reference: Any, asked: list[tuple[list[int], SamplingSettings]], found: Result) -> None:
+    """Compare Graft's texts with trees, its plain ones, and those of `generate` with the reference model."""
     model, plain = engine.target.model, plain_twin(engine)
+    untouched: Any = SimpleNamespace(target=SimpleNamespace(model=reference, device=reference.device), eos_token_ids=())
     found.layers, found.steps = layers_of(model), engine.target.mode
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    found.memory_mb = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
     found.trees, found.generate = [], []
-    for (ids, settings), reference in zip(asked, theirs, strict=True):
+    for ids, settings in asked:
         rule = processors(engine, settings, len(ids))
         ours = Answer("plain", plain.generate(ids, **vars(settings)).ids)
         generation = engine.generate(ids, **vars(settings))
+        theirs = Answer("transformers", transformers_answer(untouched, ids, settings))
         found.texts += 1
         found.tokens += len(ours.ids)
         found.accepted += generation.stats.accepted
         for gaps, expected, other in (
             (found.trees, ours, Answer("graft", generation.ids)),
-            (found.generate, Answer("transformers", reference), ours),
+            (found.generate, theirs, ours),
         ):
             difference = find_difference(model, ids, expected, other, rule)
             if difference is not None:
                 one, two = difference.expected.score, difference.found.score
                 assert one is not None and two is not None
                 gaps.append(abs(one - two) * (settings.temperature or 1))
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    found.memory_mb = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
 
 
 def layers_of(model: nn.Module) -> str:
@@ -491,7 +511,7 @@ def table(results: dict[str, Result]) -> str:
         form = FORMATS[name]
         made = f"{found.versions}{', ' + form.note if form.note else ''}"
         if found.failed or found.refused:
-            what = f"refused: {found.refused}" if found.refused else f"**fails**: {found.failed}"
+            what = f"refused: {found.refused}" if found.refused else found.failed
             lines.append(f"| {form.title} | {made} | {what} | | {number(found.among)} | | | |")
             continue
         sizes = f"{found.file_mb:.0f}, {found.memory_mb:.0f}"
