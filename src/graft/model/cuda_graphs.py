@@ -310,7 +310,8 @@ class CapturedTarget(TargetRunner):
 
     @property
     def not_fused(self) -> str | None:
-        return self._graphs.failure or why_not(self.model)
+        graphs = self._graphs
+        return graphs.failure or (why_not(self.model) if graphs.layers is None else None)
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()

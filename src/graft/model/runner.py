@@ -20,6 +20,7 @@ from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
+from graft.model.unusual_layers import weights_in_words
 from graft.model.verified import VerifyOutput
 from graft.progress import Report
 from graft.settings import require
@@ -77,8 +78,15 @@ class TargetRunner:
     @property
     def not_fused(self) -> str | None:
         """Why the model's own code runs its layers, and not our fused ones; None if ours do."""
+        if self._fused.layers is not None:
+            return None
         self.refresh()
         return self._fused.reason if self.device.type == "cpu" else "its steps are not captured in CUDA graphs"
+
+    def describe(self) -> dict[str, str]:
+        """What the model's weights are, how its steps run, and why the layers are not fused, if they are not."""
+        facts, reason = {"weights": weights_in_words(self.model), "steps": self.mode}, self.not_fused
+        return facts if reason is None or reason in facts["steps"] else facts | {"not fused": reason}
 
     def synchronize(self) -> None:
         """Wait for this thread's CUDA stream.

@@ -21,9 +21,9 @@ from graft.model.overrides import evaluating
 from graft.model.plain_modules import is_plain_linear
 
 # A token's result may change by this share of its size when other tokens are in the forward. Rounding to bfloat16
-# changes it by 0.004 at most, a scale that all tokens share by 0.02 and more.
+# changes it by 0.004 at most, a scale that all tokens share by 0.04 and more.
 _ROUNDING = 0.01
-_NUM_OTHERS, _SIZE_OF_OTHERS = 12, 1000.0
+_NUM_OTHERS, _SIZE_OF_OTHERS = 12, 1e4  # float16 ends at 65,504
 _COMPUTED: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()  # see `output_weight`
 
 
@@ -125,7 +125,7 @@ def _change_among_others(layer: Any, model: PreTrainedModel, num_dimensions: int
     # The token has one large number. A scale of 8 bits for it alone loses the small ones, another scale may keep them.
     token = 0.015 * noise[:1].sign()
     token[0, 0] = 5.0
-    inputs = torch.cat([token, _SIZE_OF_OTHERS * noise[1:]]).to(place, model.dtype)
+    inputs = torch.cat([token, _SIZE_OF_OTHERS * noise[1:].sign()]).to(place, model.dtype)
     inputs = inputs.view(*[1] * (num_dimensions - 2), *inputs.shape)
     alone, among = layer(inputs[..., :1, :]).float(), layer(inputs)[..., :1, :].float()
     return float((among - alone).norm() / alone.norm().clamp(min=1e-30))
