@@ -482,7 +482,7 @@ def test_the_load_test_reports_what_users_felt(url, graft, tmp_path):
         words = ("--url", url, "--requests", "6", "--concurrency", "3", "--max-tokens", "8", "--out", str(out))
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "abc"}\n{"prompt": "abcd"}\n')
-        finished = graft("bench", "serve", *words, "--data", str(prompts), *more)
+        finished = graft("bench", "serve", *words, "--prompts", str(prompts), *more)
         assert finished.status == 0 and "6 answered, 0 refused, 0 failed" in finished.out
         figures = json.loads(out.read_text())
         assert figures["answered"] == 6 and figures["tokens_per_second"] > 0

@@ -43,7 +43,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: {"data": "prompts"}.get(name, name),  # --prompts was --data in some verbs
+    },
 )
 for verb in VERBS:
     app.command()(verb)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graft.cli.options import LOADING, MODEL, Given, Group, takes
+from graft.cli.options import LIMIT, LOADING, MODEL, PROMPTS, Given, Group, takes
 from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
@@ -18,8 +18,8 @@ TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
 @takes(loading=TUNING)
 def tune(
-    prompts: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    prompts: Annotated[list[Path], PROMPTS],
+    limit: Annotated[int | None, LIMIT] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
     temperature: Annotated[
@@ -63,7 +63,7 @@ def tune(
         f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
         "give more, or make a profile without times with --portable",
     )
-    check_loading(loading)
+    check_loading(loading, max_new_tokens)
 
     from graft.hub.draft_names import packaged_head_of
     from graft.hub.drafters import NAMED
