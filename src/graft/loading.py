@@ -13,7 +13,7 @@ from graft.datastore.lookup import Datastore
 from graft.device_info import pick_device
 from graft.engine import Engine
 from graft.hub.draft_names import NONE, packaged_head_of
-from graft.hub.drafters import NAMED, is_possible, load_drafter
+from graft.hub.drafters import NAMED, check_kind, is_possible, load_drafter
 from graft.hub.registry import DEFAULT_MODEL
 from graft.load_options import AUTO, check_load_options, dtype_name
 from graft.model.support import check_supported, usable_model
@@ -116,6 +116,8 @@ def _check_names(
     for what, given in (("datastore", datastore), ("profile", profile)):
         require(given is None or isinstance(given, str | Path), f"{what} must be a path, not {given!r}")
     check_load_options(model, policy, budget, datastore, draft, profile, device, dtype, policies=POLICIES)
+    if isinstance(draft, str) and draft != AUTO:
+        check_kind(draft)
 
 
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:

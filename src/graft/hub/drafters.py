@@ -72,6 +72,12 @@ NAMED = {
 }
 
 
+def check_kind(draft: str) -> None:
+    """Raise a GraftError for a folder or hub id that holds no drafter, before any weights are read."""
+    if name_of(draft) not in NAMED and draft not in PACKAGED_MODELS and not is_gguf(draft):
+        kind_of(folder_of(draft, ("config.json",)))
+
+
 def is_possible(draft: str, model: PreTrainedModel) -> bool:
     """Whether this target has the parts for a drafter made from it. True for drafters that are not made from it."""
     name = name_of(draft)
