@@ -251,6 +251,13 @@ def test_a_client_that_goes_frees_its_place(engine, url, monkeypatch, stream):
     assert post(url, prompt="abc", **GREEDY).status_code == 200
 
 
+@pytest.mark.parametrize(("seed", "num_texts"), [(-2, 1), (-1, 3)])
+def test_every_seed_gives_one_text_but_minus_one_which_is_a_new_seed_each_time(url, seed, num_texts):
+    asked = {"prompt": "abc", "max_tokens": 24, "temperature": 1, "seed": seed, "ignore_eos": True}
+    texts = {post(url, **asked).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == num_texts
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_has_finished_sending_gets_its_answer(engine, url, stream):
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "speculate": False, "stream": stream}
