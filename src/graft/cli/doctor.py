@@ -13,12 +13,11 @@ from graft.cli.options import LIMIT, LOADING, PROMPTS, Given, takes
 from graft.cli.terminal import ProgressBars, load_engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import check_size, require
+from graft.tuning import NUM_TRIALS
 
 if TYPE_CHECKING:
     from graft.engine import Engine
     from graft.tuning.turns import Turn
-
-_NUM_PROMPTS = 6  # unless --limit says otherwise
 
 
 @takes(loading=LOADING)
@@ -50,7 +49,7 @@ def doctor(
     ranks = zip_longest(*([prompt.text for prompt in task.prompts] for task in tasks))  # of each task in turn
     # A repeated prompt would be recalled, not decoded.
     texts = list(dict.fromkeys(text for rank in ranks for text in rank if text is not None))
-    texts = texts[: _NUM_PROMPTS if limit is None else None]
+    texts = texts[: NUM_TRIALS if limit is None else None]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
     try:
         engine = load_engine(loading | {"prefix_cache": False}, max_new_tokens=max_new_tokens)

@@ -11,7 +11,7 @@ from graft.cli.options import LIMIT, LOADING, MODEL, PROMPTS, Given, Group, take
 from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
-from graft.tuning import MIN_PROMPTS
+from graft.tuning import MIN_PROMPTS, NUM_TRIALS
 
 TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
@@ -39,11 +39,11 @@ def tune(
 
     Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
 
-    It needs at least 5 prompts, and measures the drafter's speed-up on a fifth of them.
+    It measures the drafter's speed-up on a fifth of the prompts. It needs at least 5, and 30 or more to say much.
 
     graft drafters lists these results, and --draft auto uses the fastest drafter.
 
-    [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
+    [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 40
     """
     from graft.bench.tasks import questions, read_tasks
     from graft.model.sampling_settings import SamplingSettings
@@ -98,3 +98,7 @@ def tune(
         remember(profile.about, result)
         words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
+        if len(trials) < NUM_TRIALS:
+            counts = f"learned from {len(lessons)} prompts and measured on {len(trials)}"
+            more = f"give {MIN_PROMPTS * NUM_TRIALS} or more, {NUM_TRIALS} of them to measure with"
+            notes().print(f"warning: this says little, {counts}: {more}", markup=False, soft_wrap=True)
