@@ -22,22 +22,18 @@ def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES, what: str = "
         return folder
     require(not folder.exists(), f"{path} is a file: give the folder that holds config.json and the weights")
     from huggingface_hub import snapshot_download  # takes half a second
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(path), allow_patterns=list(files)))
     except HFValidationError as error:
         raise ModelError(f"no {what} at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
-    except LocalEntryNotFoundError as error:
+    except Exception as error:  # of the hub, or of any of the libraries that carry the request
         why = first_line(error.__cause__ or error)
-        raise ModelError(
-            f"no {what} at {path}: there is no such folder, and the hub cannot be reached ({why}): "
-            "check the network, or give a local folder"
-        ) from error
-    except Exception as error:  # what the hub answers, or any of the libraries that carry the request
-        raise ModelError(
-            f"no {what} at {path}: there is no such folder, and as a hub id: {first_line(error)}"
-        ) from error
+        reason = f"as a hub id: {why}"
+        if isinstance(error, LocalEntryNotFoundError) and not isinstance(error.__cause__, HfHubHTTPError):
+            reason = f"the hub cannot be reached ({why}): check the network, or give a local folder"
+        raise ModelError(f"no {what} at {path}: there is no such folder, and {reason}") from error
 
 
 def read_config(folder: Path) -> Json:
