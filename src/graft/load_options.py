@@ -12,7 +12,7 @@ from graft.datastore.format import read_header as read_index_header
 from graft.errors import ModelError
 from graft.folders import Json, folder_of, missing_file, read_config
 from graft.home import check_no_adapter, is_gguf, model_folder
-from graft.hub.draft_names import NONE, check_draft
+from graft.hub.draft_names import check_draft
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, check_model_name
 from graft.model.context import max_positions
 from graft.settings import require, require_known
@@ -49,9 +49,9 @@ def check_load_options(
         check_device(device)
     if isinstance(dtype, str):
         dtype_name(dtype)
-    if isinstance(draft, str) and draft not in (AUTO, NONE):
+    if isinstance(draft, str) and draft != AUTO:
         check_draft(draft)
-    if profile not in (None, AUTO, "none") and policy != "off":
+    if profile not in (None, AUTO) and policy != "off":
         from graft.tuning.profile_header import read_header
 
         read_header(Path(profile).expanduser())

@@ -65,14 +65,13 @@ def load_engine(
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
     given: Given = {"keep_learned": keep_learned}
-    without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with without_garbage_collection():
         from graft.device_info import pick_device
 
         pick_device(loading.get("device", "auto"))  # needs torch alone, and transformers takes longer
         from graft.loading import load
 
-        engine = load(**given | loading | without, isolated=isolated)
+        engine = load(**given | _without_none(loading), isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 
@@ -94,8 +93,13 @@ def check_loading(loading: Given, max_new_tokens: int | None = None) -> None:
     from graft.load_options import check_load_options
 
     unchecked = ("exact", "keep_learned", "prefix_cache")
-    checked = {name: value for name, value in loading.items() if name not in unchecked}
+    checked = {name: value for name, value in _without_none(loading).items() if name not in unchecked}
     check_load_options(**checked, max_new_tokens=max_new_tokens)
+
+
+def _without_none(loading: Given) -> Given:
+    """The options as `load` takes them, which has no word for no drafter and no profile."""
+    return loading | {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
 
 
 def _show_preparation(report: Report) -> None:
