@@ -28,8 +28,11 @@ def test_it_describes_the_model_and_exits_with_1_if_graft_is_slower(
     result = run(graft, model_folder, data)
     assert result.status == status, result.err
     said = dict(line.split(maxsplit=1) for line in result.out.splitlines())
-    assert list(said) == [*("supported", "kernels", "drafters", "set-up", "accepted", "measured", "noise", "verdict")]
-    assert said["supported"].startswith("yes: LlamaForCausalLM on cpu") and said["verdict"].startswith(verdict)
+    assert list(said) == [
+        *("supported", "drafters", "weights", "steps", "kernels", "set-up", "accepted", "measured", "noise", "verdict")
+    ]
+    assert said["supported"] == "yes: LlamaForCausalLM on cpu" and said["weights"] == "float32"
+    assert said["verdict"].startswith(verdict)
     assert f"{speed:.2f} times" in said["measured"]
 
 

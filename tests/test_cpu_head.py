@@ -8,10 +8,10 @@ import torch
 from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.kv_cache import PAGE
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.cpu_head import can_fuse
+from graft.spec_decode.proposers.eagle3.cpu_head import why_not
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
-from test_cpu_layers import always_faster, cpu_sped, in_place, moved, run_as_on, unseen  # noqa: F401
+from test_cpu_layers import cpu_sped, in_place, moved, run_as_on, unseen
 from test_cpu_linear import CAPABILITIES, needs_kernel
 from tiny import VOCAB, tiny_model
 
@@ -184,7 +184,7 @@ def test_heads_that_are_not_as_usual_are_left_to_their_modules(change):
     assert drafter._fused.layers is not None
     other = change(head)
     if other is not None:
-        assert not can_fuse(cpu_sped(other))
+        assert why_not(cpu_sped(other)) is not None
         return
     drafter._fused.refresh()
     assert drafter._fused.layers is None
@@ -192,7 +192,7 @@ def test_heads_that_are_not_as_usual_are_left_to_their_modules(change):
 
 def test_heads_whose_products_are_torchs_and_a_library_that_was_not_built(monkeypatch):
     head = make_head(tiny_model(), fc_norm=True)
-    assert not can_fuse(head)
+    assert why_not(head) is not None
     ours, theirs = Eagle3Drafter(cpu_sped(copy.deepcopy(head)), TREE), Eagle3Drafter(head, TREE)
     for module in (cpu_layers, cpu_linear):
         monkeypatch.setattr(module, "library", lambda: None)

@@ -21,11 +21,6 @@ TAPS = (0, 2, 3)
 ANEW = cpu_linear.library.__wrapped__  # loads the library at every call
 
 
-@pytest.fixture(autouse=True)
-def always_faster(monkeypatch):
-    monkeypatch.setattr(cpu_linear, "_is_faster", lambda layers: True)
-
-
 def run_as_on(capability, monkeypatch, has_threads=True):
     """The library of another processor, with or without threads."""
     for module in (cpu_layers, cpu_linear):
@@ -143,9 +138,9 @@ def test_other_models_are_left_to_transformers():
     for name, changes in (("gpt_neox", {}), ("mistral", {"sliding_window": 8}), ("qwen2_window", {})):
         model = tiny_model(name, **changes)
         cpu_linear.speed_up(model)
-        assert not cpu_layers.can_fuse(model), name
-    assert not cpu_layers.can_fuse(tiny_model())  # its linear layers are torch's
-    assert not cpu_layers.can_fuse(cpu_sped(tiny_model()).bfloat16())
+        assert cpu_layers.why_not_on_cpu(model) is not None, name
+    assert "load it by its name" in (cpu_layers.why_not_on_cpu(tiny_model()) or "")
+    assert "in bfloat16" in (cpu_layers.why_not_on_cpu(cpu_sped(tiny_model()).bfloat16()) or "")
 
 
 def cpu_sped(model):
@@ -238,10 +233,10 @@ def test_a_changed_module_is_used_for_the_next_text(change):
 
 def test_layers_of_other_shapes_or_a_repeated_layer_are_left_to_transformers():
     model, other = cpu_sped(model_of("llama")), cpu_sped(model_of("llama"))
-    assert cpu_layers.can_fuse(model) and cpu_layers.can_fuse(other)
+    assert cpu_layers.why_not_on_cpu(model) is None and cpu_layers.why_not_on_cpu(other) is None
     model.config.num_key_value_heads //= 2
     other.model.layers[1] = other.model.layers[0]
-    assert not cpu_layers.can_fuse(model) and not cpu_layers.can_fuse(other)
+    assert cpu_layers.why_not_on_cpu(model) is not None and cpu_layers.why_not_on_cpu(other) is not None
 
 
 def test_a_runner_that_has_run_can_be_copied():

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,11 +38,6 @@ def calls(monkeypatch):
     shapes, real = [], cpu.few_tokens_linear
     monkeypatch.setattr(cpu, "few_tokens_linear", lambda *args: (shapes.append(tuple(args[0].shape)), real(*args))[1])
     return shapes
-
-
-@pytest.fixture
-def always_faster(monkeypatch):
-    monkeypatch.setattr(cpu, "_is_faster", lambda layers: True)
 
 
 @needs_kernel
@@ -121,7 +115,7 @@ def test_layer_leaves_gradients_and_other_dtypes_to_torch(calls):
 
 @needs_kernel
 @torch.no_grad()
-def test_model_keeps_parameters_ties_and_results(always_faster, calls):
+def test_model_keeps_parameters_ties_and_results(calls):
     model = tiny_model(tie_word_embeddings=True)
     before = copy.deepcopy(model)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
@@ -134,17 +128,11 @@ def test_model_keeps_parameters_ties_and_results(always_faster, calls):
     assert calls
 
 
-def test_model_stays_as_it_is_without_a_kernel(loaded_anew, always_faster, monkeypatch, tmp_path):
+def test_model_stays_as_it_is_without_a_kernel(loaded_anew, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "HERE", tmp_path)  # an empty folder
     model = tiny_model()
     assert not cpu.speed_up(model)
     assert not any(isinstance(module, cpu.FewTokensLinear) for module in model.modules())
-
-
-@needs_kernel
-def test_model_stays_as_it_is_where_the_kernel_is_slower(monkeypatch):
-    monkeypatch.setattr(cpu, "_WORTH_IT", 0.0)
-    assert not cpu.speed_up(tiny_model())
 
 
 @needs_kernel
@@ -171,21 +159,3 @@ def test_torchs_openmp_is_found_whatever_its_folder_is_called(monkeypatch, tmp_p
     maps.write_bytes(b"\n".join([b"7e00-7e01 rw-p 00000000 00:00 0", *lines, b""]))
     monkeypatch.setattr(cpu, "MAPS", maps)
     assert cpu._openmp_libraries() == [os.fsdecode(own), os.fsdecode(other)]
-
-
-@pytest.mark.parametrize(("busy_turns", "is_faster", "turns"), [(0, True, 4), (9, True, 10), (99, False, 16)])
-def test_a_busy_machine_does_not_keep_a_model_from_the_kernel(monkeypatch, busy_turns, is_faster, turns):
-    clock, calls = [0.0], []
-
-    def ours(x, weight):
-        calls.append(1)
-        clock[0] += 3 if len(calls) <= busy_turns else 1
-
-    def theirs(x, weight):
-        clock[0] += 2
-
-    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(cpu, "few_tokens_linear", ours)
-    monkeypatch.setattr(cpu, "linear", theirs)
-    assert cpu._is_faster([nn.Linear(4, 4)]) is is_faster
-    assert len(calls) == turns

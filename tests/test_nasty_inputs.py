@@ -53,7 +53,7 @@ LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
     ({"model": "gpt2"}, "unknown model 'gpt2', neither packaged, nor a local folder"),
     ({"model": Path("/nowhere")}, "unknown model '/nowhere'"),
     ({"model": torch.nn.Linear(2, 2)}, "expected a transformers model"),
-    ({"model": quantized}, "quantize_dynamic"),
+    ({"model": quantized}, "scales all tokens of a forward together"),
     ({"policy": None}, "unknown policy None"),
     ({"policy": "grafts"}, "did you mean 'graft'"),
     ({"policy": "dense"}, "needs a drafter"),

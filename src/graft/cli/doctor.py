@@ -60,10 +60,12 @@ def doctor(
 
     load_seconds = time.perf_counter() - start
     target = engine.target
-    _print_line("supported", f"yes: {type(target.model).__name__} on {target.device}, {target.mode} steps")
-    _print_line("kernels", _kernels_of(engine))
+    _print_line("supported", f"yes: {type(target.model).__name__} on {target.device}")
     _print_line("drafters", _drafters_of(engine, name))
     turns = _measure(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
+    for label, fact in target.describe().items():  # after the steps have been tried
+        _print_line(label, fact)
+    _print_line("kernels", _kernels_of(engine))
     setup_seconds = turns[0].stats.setup_seconds
     _print_line("set-up", f"{load_seconds:.1f} s to load, {setup_seconds:.1f} s before the first answer")
     speed = speed_of(turns)
@@ -92,12 +94,12 @@ def _kernels_of(engine: Engine) -> str:
 
     model = engine.target.model
     if model.device.type != "cpu":
-        captured = type(engine.target) is not TargetRunner
-        return "Triton" if captured else "none: Triton is not installed, or the model is split"
+        captured = type(engine.target) is not TargetRunner and not engine.target.mode.startswith("eager")
+        return "Triton" if captured else "none: Triton is not installed, the model is split, or it cannot be captured"
     count = sum(isinstance(layer, FewTokensLinear) for layer in model.modules())
     if count:
         return f"C, for up to 64 tokens, in {count} linear layers"
-    return "none: the model is not float32, the kernel was not built, or it is not faster here"
+    return "none: the model has no plain float32 layers, or the kernels were not built"
 
 
 def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:

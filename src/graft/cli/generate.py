@@ -159,7 +159,8 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     table.add_row("seconds", *map(by_stage, answers))
     table.add_row("accepted by source", *map(by_source, answers))
     table.add_row("ms per round", *map(ms_per_round, answers))
-    table.add_row("steps", target.mode)
+    for name, fact in target.describe().items():
+        table.add_row(name, fact)
     if target.device.type == "cuda" and (memory := target.memory_report()):
         table.add_row("GPU memory", ", ".join(f"{what} {decimal(size)}" for what, size in memory.items()))
     notes().print(table)

@@ -28,6 +28,7 @@ from graft.errors import ContextError, GraftError
 from graft.model import target_for
 from graft.model.sampler import Chooser, SamplingSettings
 from graft.model.support import usable_model
+from graft.model.unusual_layers import check_tokens_apart
 from graft.request.batch import Batch
 from graft.request.round_trace import RoundRecord
 from graft.request.sequence import Sequence as TokenSequence
@@ -67,6 +68,7 @@ class Engine(Rounds):
         good = tokenizer is None or hasattr(tokenizer, "decode")
         require(good, f"expected a tokenizer such as AutoTokenizer returns, not {tokenizer!r}")
         check_size("chunk_size", chunk_size)
+        check_tokens_apart(model)
         target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         if not isinstance(policy, Policy):
             require_known("policy", policy, POLICIES)

@@ -23,6 +23,7 @@ from graft.hub.registry import PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.support import usable_model
+from graft.model.unusual_layers import output_weight
 from graft.settings import require
 from graft.spec_decode.proposers import block, early_exit, mtp
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
@@ -110,7 +111,7 @@ def load_drafter(
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     if kind == "block":
-        lm_head = model.get_output_embeddings().weight
+        lm_head = output_weight(model)
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         if speed_up(block_head):
             block_head.product = quick_linear

@@ -4,7 +4,9 @@ transformers does the loading. When a folder is incomplete, its exceptions becom
 that comes with a model is never run.
 """
 
+import copy
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from graft.errors import GraftError, ModelError
 from graft.folders import first_line, folder_of, missing_file
@@ -45,6 +48,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            _announce_unpacking(config, name, source, dtype)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -56,7 +60,8 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
-            model.to(device)
+            if model.device != torch.device(device):  # some quantised models refuse `to`
+                model.to(device)
     except GraftError:
         raise
     except _LOADING_ERRORS as error:
@@ -76,6 +81,28 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
         )
     speed_up(model)
     return model, tokenizer
+
+
+def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> None:
+    """Warn if transformers will unpack a quantised checkpoint here, before it takes the memory."""
+    stored = getattr(config, "quantization_config", None)
+    if not stored or not AutoHfQuantizer.supports_quant_method(stored):
+        return
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(stored), pre_quantized=True)
+    quantizer.validate_environment(device_map=None, weights_only=True)  # decides whether to unpack
+    settings = quantizer.quantization_config
+    # Compressed-tensors unpacks in the first forward.
+    if not (getattr(settings, "dequantize", False) or getattr(settings, "is_quantization_compressed", False)):
+        return
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters() * dtype.itemsize
+    files = [file.stat().st_size for file in source.glob("*.safetensors")] if isinstance(source, Path) else []
+    method = getattr(settings.quant_method, "value", settings.quant_method)
+    warnings.warn(
+        f"{name} is stored in {method} and unpacked to {str(dtype).removeprefix('torch.')} here: its weights take "
+        f"{size / 1e9:.1f} GB of memory{f', {sum(files) / 1e9:.1f} GB on disk' if files else ''}",
+        stacklevel=3,
+    )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

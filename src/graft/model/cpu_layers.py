@@ -208,7 +208,7 @@ class CpuModel(CpuLayers):
     """A model in fused layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """model: one for which `can_fuse` is true."""
+        """model: one for which `why_not_on_cpu` is None."""
         parts: Any = model
         config, first = model.config, parts.model.layers[0].self_attn
         heads = config.num_attention_heads, config.num_key_value_heads, first.head_dim
@@ -240,18 +240,21 @@ class CpuModel(CpuLayers):
 class Fused(Generic[_L]):
     """The fused layers of a network, made anew when it has changed."""
 
-    def __init__(self, network: Any, can_fuse: Callable[[Any], bool], layers: Callable[[Any], _L]) -> None:
-        self._network, self._can_fuse, self._new = network, can_fuse, layers
+    def __init__(self, network: Any, why_not: Callable[[Any], str | None], layers: Callable[[Any], _L]) -> None:
+        """why_not: the reason why a network cannot be fused."""
+        self._network, self._why_not, self._new = network, why_not, layers
+        self.reason: str | None = None  # why there are no layers
         self._modules: list[nn.Module] = []  # of the network when its layers were made
         self.layers: _L | None = None  # None if the network's own code must run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fused[_L]:
-        return Fused(copy.deepcopy(self._network, memo), self._can_fuse, self._new)
+        return Fused(copy.deepcopy(self._network, memo), self._why_not, self._new)
 
     def refresh(self) -> None:
         """Check whether the network has changed, for example by a hook, another module or weights that moved."""
         modules = list(self._network.modules())
-        if not self._can_fuse(self._network):
+        self.reason = self._why_not(self._network)
+        if self.reason is not None:
             self.layers, self._modules = None, []
         elif (
             self.layers is None
@@ -276,24 +279,23 @@ class Fused(Generic[_L]):
         return found
 
 
-def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether the library can run the model: `speed_up` has changed its linear layers, and all else is as usual."""
-    if library() is None or model.device.type != "cpu" or why_not(model, FewTokensLinear) is not None:
-        return False
+def why_not_on_cpu(model: PreTrainedModel) -> str | None:
+    """The reason why the library cannot run a model whose linear layers `speed_up` has replaced; None if it can."""
+    if library() is None:
+        return "the C layers were not built"
+    if model.dtype is not torch.float32:
+        return f"the C layers compute in float32, and the model is in {str(model.dtype).removeprefix('torch.')}"
+    if (reason := why_not(model, FewTokensLinear)) is not None:
+        if not any(isinstance(module, FewTokensLinear) for module in model.modules()) and why_not(model) is None:
+            return "a model given in memory keeps PyTorch's linear layers: load it by its name or folder"
+        return reason
     parts: Any = model
-    layers = parts.model.layers
-    norms = {
-        part.variance_epsilon for layer in layers for part in (layer.input_layernorm, layer.post_attention_layernorm)
-    }
-    heads = [getattr(layer.self_attn, name, None) for layer in layers for name in ("q_norm", "k_norm")]
-    alike = (
-        {layer.self_attn.scaling for layer in layers},
-        {part.variance_epsilon for part in heads if part is not None},
-        norms | {parts.model.norm.variance_epsilon},
-    )
-    if any(len(values) > 1 for values in alike) or any(window_of(layer.self_attn) is not None for layer in layers):
-        return False
-    return all_readable(model.parameters())
+    attentions = [layer.self_attn for layer in parts.model.layers]
+    if any(window_of(attention) is not None for attention in attentions):
+        return "the C layers have no window of attention"
+    if len({attention.scaling for attention in attentions}) > 1:
+        return "its layers scale attention differently"
+    return None if all_readable(model.parameters()) else "its weights are not plain tensors in one piece"
 
 
 def all_readable(weights: Iterable[Tensor]) -> bool:

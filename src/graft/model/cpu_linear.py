@@ -2,16 +2,14 @@
 
 For more than one token, torch's BLAS copies the weights into an order of its own in every call, which takes three times
 as long as reading them. The kernel in `cpu_linear.c` reads a packed copy, which is made once. Weights that are exact in
-bfloat16, as those of most checkpoints, are packed in it: a product takes half the time and has the same bits. If the
-kernel is not faster, or was not built, the model stays as it is.
+bfloat16, as those of most checkpoints, are packed in it: a product takes half the time and has the same bits. Every
+plain float32 layer is replaced wherever the kernel was built, so that what is promised of a text depends on no timing.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import re
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,14 +21,13 @@ from torch.nn.functional import linear, pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graft.errors import GraftError
+from graft.model.plain_modules import is_plain_linear
 from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
 MAPS = Path("/proc/self/maps")  # files that this process has loaded
 MAX_TOKENS = 64  # with more, torch's copy of the weights hardly matters
 _PACKED = WeakTensorKeyDictionary()  # by weight: its version when it was packed, and its copy
-_WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
-_FEWEST_TURNS, _MOST_TURNS = 4, 16  # in which both are timed
 
 
 class FewTokensLinear(nn.Linear):
@@ -103,14 +100,13 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def speed_up(model: nn.Module) -> bool:
-    """Replace a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same.
+    """Replace a model's plain float32 linear layers on a CPU, if the kernel was built. Parameters stay the same.
 
     The packed copies take half the memory of the weights, or as much if the weights are not exact in bfloat16.
     """
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
-    if not layers or library() is None or not _is_faster(list(layers.values())):
-        for layer in layers.values():
-            _PACKED.pop(layer.weight, None)  # some were packed to be timed
+    modules = model.named_modules()
+    layers = {name: each for name, each in modules if is_plain_linear(each) and _is_readable(each.weight)}
+    if not layers or library() is None:
         return False
     for name, layer in layers.items():
         model.set_submodule(name, FewTokensLinear.sharing(layer))
@@ -118,16 +114,9 @@ def speed_up(model: nn.Module) -> bool:
     return True
 
 
-def _suits(layer: nn.Linear) -> bool:
-    weight = layer.weight
-    # A hook may rely on the layer, so a layer with hooks is left alone.
-    hooked = layer._forward_hooks or layer._forward_pre_hooks
-    return type(weight) is nn.Parameter and weight.numel() > 0 and _is_plain(weight) and not hooked
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_counted = not tensor.is_inference()  # whether torch counts changes
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() and is_counted
+def _is_readable(weight: Tensor) -> bool:
+    is_usual = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+    return is_usual and weight.numel() > 0 and not weight.is_inference()  # of those, torch does not count changes
 
 
 def can_run(input: Tensor, weight: Tensor) -> bool:
@@ -139,34 +128,9 @@ def can_run(input: Tensor, weight: Tensor) -> bool:
         and type(input) is Tensor
         and input.dtype is torch.float32
         and input.device.type == "cpu"
-        and _is_plain(weight)
+        and _is_readable(weight)
         and library() is not None  # a model may have been copied to a machine without the kernel
     )
-
-
-@torch.no_grad()
-def _is_faster(layers: list[nn.Linear]) -> bool:
-    """Time the kernel and torch in turn over a few layers.
-
-    The best times count. A busy machine can slow either, so the kernel is taken as soon as it is faster after a few
-    turns, and given up only after many.
-    """
-    weights = [layer.weight for layer in layers[:16]]
-    generator = torch.Generator().manual_seed(0)  # the global one is the user's
-    inputs = [torch.randn(8, weight.shape[1], generator=generator) for weight in weights]
-
-    def seconds(function: Callable[[Tensor, Tensor], Tensor]) -> float:
-        start = time.perf_counter()
-        for input, weight in zip(inputs, weights, strict=True):
-            function(input, weight)
-        return time.perf_counter() - start
-
-    ours = theirs = math.inf
-    for turn in range(1, _MOST_TURNS + 1):
-        ours, theirs = min(ours, seconds(few_tokens_linear)), min(theirs, seconds(linear))
-        if turn >= _FEWEST_TURNS and ours < _WORTH_IT * theirs:
-            return True
-    return False
 
 
 class Library(NamedTuple):

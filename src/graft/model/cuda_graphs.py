@@ -32,7 +32,7 @@ from graft.model.captures import (
     pinned_zeros,
     round_up,
 )
-from graft.model.fusable import hooked_module, why_not
+from graft.model.fusable import why_not
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
@@ -40,6 +40,7 @@ from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
 from graft.model.llama import FastLayers, Rotary
+from graft.model.plain_modules import changed_module
 from graft.model.runner import TargetRunner, concat_hidden, outputs_of
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
@@ -163,8 +164,9 @@ class Graphs(Captures):
         self._weights = self._fingerprint()
 
     def _fingerprint(self) -> tuple[int, ...]:
-        """The weights' addresses, and whether the model is free of hooks."""
-        return (*(p.data_ptr() for p in self.model.parameters()), hooked_module(self.model) is None)
+        """The weights' addresses, the types of all modules, and whether they are as their types made them."""
+        kinds = hash(tuple(map(type, self.model.modules())))
+        return (*(p.data_ptr() for p in self.model.parameters()), kinds, changed_module(self.model) is None)
 
     def sync_tables(self) -> Tensor:
         """The current block tables on the device. Drops graphs whose memory has moved."""
@@ -299,12 +301,17 @@ class CapturedTarget(TargetRunner):
         graphs = self._graphs
         if graphs.failure is not None:
             return f"eager: {graphs.failure}"
-        how = "captured" if graphs.num_captured else "to be captured"
+        how = "captured" if graphs.num_captured else "not captured yet"
         if graphs.layers is None:
             return how
         if self.is_exact:
             return f"{how}, exact in any batch"
         return f"{how}, exact up to {FEW} tokens a step" if graphs.layers.is_mostly_exact else how
+
+    @property
+    def not_fused(self) -> str | None:
+        graphs = self._graphs
+        return graphs.failure or (why_not(self.model) if graphs.layers is None else None)
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()

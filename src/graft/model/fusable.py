@@ -9,13 +9,14 @@ from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.activations import SiLUActivation
 
+from graft.model.plain_modules import changed_module, is_plain_linear
+
 _FAMILIES = {
     LlamaForCausalLM: "Llama",
     MistralForCausalLM: "Mistral",
     Qwen2ForCausalLM: "Qwen2",
     Qwen3ForCausalLM: "Qwen3",
 }
-_QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks, idle unless outputs are recorded
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the text's length
 MAX_HEAD_DIM = 256
@@ -27,7 +28,7 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
     family = _FAMILIES.get(type(model))
     if family is None:
         return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}"
-    if (touched := hooked_module(model)) is not None:
+    if (touched := changed_module(model)) is not None:
         return f"{touched} has a hook or a forward of its own"
     parts: Any = model
     config = model.config
@@ -53,8 +54,14 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
         if type(module).__module__ != own or type(module).__name__ != family + name:
             return f"it has a {type(module).__name__} in place of a {family + name}"
     plain = [parts.lm_head, *(p for layer in parts.model.layers for p in _products(layer))]
-    if type(parts.model.embed_tokens) is not nn.Embedding or any(type(p) is not linear for p in plain):
-        return f"its embedding is not PyTorch's, or a linear layer is not a {linear.__name__}"
+    embedding = parts.model.embed_tokens
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return "its embedding is not a plain one of PyTorch's"
+    if not all(is_plain_linear(p, linear) for p in plain):
+        return f"a linear layer is not a plain {linear.__name__}"
+    norms = [module for module, name in expected.items() if name == "RMSNorm"]
+    if any(norm._parameters.keys() != {"weight"} for norm in norms) or len({n.variance_epsilon for n in norms}) > 1:
+        return "its norms differ in more than their weights"
     for layer in parts.model.layers:
         attention = layer.self_attn
         biases = [p.bias is not None for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -76,16 +83,6 @@ def window_of(attention: Any) -> int | None:
         window: int | None = attention.config.sliding_window
         return window
     return getattr(attention, "sliding_window", None)
-
-
-def hooked_module(model: nn.Module) -> str | None:
-    """The name of a module with a hook or a replaced forward; None if there is none."""
-    for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        hooked = any(getattr(hook, "__module__", None) != _QUIET_HOOKS for hook in hooks)
-        if hooked or "forward" in vars(module) or hasattr(module, "_hf_hook"):
-            return name or type(model).__name__
-    return None
 
 
 def _shapes_of(model: Any, config: Any) -> list[tuple[int, int]]:

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from graft.model import attention
 from graft.model.context import max_positions
-from graft.model.cpu_layers import CpuModel, Fused, can_fuse
+from graft.model.cpu_layers import CpuModel, Fused, why_not_on_cpu
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
+from graft.model.unusual_layers import weights_in_words
 from graft.model.verified import VerifyOutput
 from graft.progress import Report
 from graft.settings import require
@@ -55,7 +56,7 @@ class TargetRunner:
         # Whether layers ask the cache for their tokens' positions.
         self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self.progress: Callable[[Report], None] = lambda report: None  # called during one-time work
-        self._fused = Fused(model, can_fuse, CpuModel)  # on a CPU
+        self._fused = Fused(model, why_not_on_cpu, CpuModel)  # on a CPU
         self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
         if pool is not None:
@@ -73,9 +74,20 @@ class TargetRunner:
     @property
     def mode(self) -> str:
         """How steps run, in a few words: captured, fused or eager, and when they are exact (docs/exactness.md)."""
-        if self._fused.layers is None:
-            self.refresh()
-        return "fused, exact in any batch" if self._fused.layers is not None else "eager"
+        return "fused, exact in any batch" if self.not_fused is None else "eager"
+
+    @property
+    def not_fused(self) -> str | None:
+        """Why the model's own code runs its layers, and not our fused ones; None if ours do."""
+        if self._fused.layers is not None:
+            return None
+        self.refresh()
+        return self._fused.reason if self.device.type == "cpu" else "its steps are not captured in CUDA graphs"
+
+    def describe(self) -> dict[str, str]:
+        """What the model's weights are, how its steps run, and why the layers are not fused, if they are not."""
+        facts, reason = {"weights": weights_in_words(self.model), "steps": self.mode}, self.not_fused
+        return facts if reason is None or reason in facts["steps"] else facts | {"not fused": reason}
 
     def synchronize(self) -> None:
         """Wait for this thread's CUDA stream.
@@ -306,6 +318,6 @@ def _bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def _num_logits(model: PreTrainedModel) -> int:
-    """Outputs of the last layer, which may be more than the config's vocabulary."""
-    output = model.get_output_embeddings()
-    return output.weight.shape[0] if output is not None else model.config.get_text_config().vocab_size
+    """Outputs of the last layer, which may be more than the config's vocabulary. Its weight may be packed."""
+    output: Any = model.get_output_embeddings()
+    return output.out_features if output is not None else model.config.get_text_config().vocab_size

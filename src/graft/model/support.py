@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graft.errors import GraftError
+from graft.model.overrides import owners_attention
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def _is_known(attention: Any) -> bool:
+    return str(getattr(attention, "__module__", "")).partition(".")[0] in ("transformers", "graft")
 
 
 def usable_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -36,10 +43,12 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{kind} was split over {model.tp_size} processes by a tensor-parallel plan, but Graft runs a model on one "
             "device; for several GPUs use SGLang with our plugin"
         )
-    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
+    chosen = owners_attention(config)
+    # Functions with a slash in their names are kernels from the hub, which compute what transformers' own do.
+    if chosen in ALL_ATTENTION_FUNCTIONS and "/" not in chosen and not _is_known(ALL_ATTENTION_FUNCTIONS[chosen]):
         raise GraftError(
-            f"{kind} was quantized by quantize_dynamic, which scales all tokens of a forward together, so its text "
-            "would depend on the number of tokens: quantize with torchao"
+            f"{kind} uses an attention function of its own, {chosen!r}, which tree verification would replace; if it "
+            "computes what transformers' functions do, choose one of them: model.set_attn_implementation('sdpa')"
         )
     check_decoder_only(model.config, kind)
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())

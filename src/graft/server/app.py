@@ -137,7 +137,9 @@ def make_app(
     @app.get("/health", response_model=openapi.Health, responses=openapi.not_ready)
     async def health(request: Request) -> Json:
         serving(request)
-        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # the reason is in the log
+        facts = engine.target.describe()
+        steps = facts["steps"].partition(":")[0]  # a reason there may be a driver's words; it is in the log
+        return {"status": "ok", "weights": facts["weights"], "steps": steps, "not_fused": facts.get("not fused")}
 
     @app.get("/live", response_model=openapi.Live, responses=errors(503))
     async def live(request: Request) -> Json:

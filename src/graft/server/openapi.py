@@ -145,7 +145,7 @@ ModelCard = _model("ModelCard", id=str, object=Literal["model"], created=int, ow
 ModelList = _model("ModelList", object=Literal["list"], data=_list_of(ModelCard))
 Tokens = _model("Tokens", tokens=list[int], count=int, max_model_len=int | None)
 Detokenized = _model("Detokenized", prompt=str)
-Health = _model("Health", status=Literal["ok"], steps=str)
+Health = _model("Health", status=Literal["ok"], weights=str, steps=str, not_fused=str | None)
 NotReady = _model(
     "NotReady", Error, status=(str, ""), stage=(str, ""), done=(int, 0), total=(int, 0), seconds=(float, 0.0)
 )

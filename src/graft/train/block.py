@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model.attention import attend
+from graft.model.unusual_layers import output_weight, readable_weights
 from graft.settings import require
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
@@ -209,8 +210,7 @@ class _Chunk:
 
 @torch.no_grad()
 def _target_logits(head: BlockHead, model: PreTrainedModel, final: Tensor) -> Tensor:
-    output: Any = model.get_output_embeddings().weight
-    return nn.functional.linear(final, output[: head.config.vocab_size])
+    return nn.functional.linear(final, output_weight(model)[: head.config.vocab_size])
 
 
 def _chunks(
@@ -309,7 +309,7 @@ def start_from_target(head: BlockHead, model: PreTrainedModel, batch: PackedBatc
     if head.config.own_mask:
         embedding: Any = model.get_input_embeddings().weight
         head.mask_embedding.normal_(0, float(embedding.float().std()))
-    target = dict(model.base_model.named_parameters())
+    target = readable_weights(model.base_model)
     if "norm.weight" in target and target["norm.weight"].shape == head.norm.weight.shape:
         head.norm.weight.copy_(target["norm.weight"])
     first = head.config.num_target_layers - head.config.num_layers

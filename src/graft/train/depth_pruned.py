@@ -177,5 +177,5 @@ def _logits(model: PreTrainedModel, states: Tensor, chunk: Labelled) -> Tensor:
 def _output(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Logits [n, vocab] of states [n, H]."""
     layer: Any = model.get_output_embeddings()
-    logits: Tensor = layer(states.to(layer.weight.dtype))  # in training, the final norm may have another dtype
+    logits: Tensor = layer(states.to(model.dtype))  # in training, the final norm may have another dtype
     return logits

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from graft.model.unusual_layers import output_weight, readable_weights
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
@@ -56,13 +57,13 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
     The head then starts as a rough continuation of the last target layer it reads.
     """
     ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
-    output = model.get_output_embeddings().weight
+    output = output_weight(model)
     head.lm_head.weight.copy_(output[ids.to(output.device)])
     width, late = head.config.target_hidden_size, (len(head.config.target_layers) - 1) * head.config.target_hidden_size
     if head.config.hidden_size == width:
         # No noise, because some features are hundreds of times larger than others.
         head.fc.weight.zero_()[:, late:].fill_diagonal_(1.0)
-    target = dict(model.base_model.named_parameters())
+    target = readable_weights(model.base_model)
     if "norm.weight" in target and target["norm.weight"].shape == head.norm.weight.shape:
         head.norm.weight.copy_(target["norm.weight"])
     own = dict(head.midlayer.named_parameters())
@@ -119,8 +120,7 @@ def unrolled_backward(
         outputs = unrolled_outputs(
             head, states.features, batch, settings.unroll, settings.flex and batch.tokens.is_cuda
         )
-    output: Any = model.get_output_embeddings().weight
-    rows = output.detach()[head.target_ids]  # [draft vocabulary, H]
+    rows = output_weight(model).detach()[head.target_ids]  # [draft vocabulary, H]
     flat, final = [step.detach().flatten(0, 1) for step in outputs], states.final.flatten(0, 1)
     gradients = [torch.zeros_like(step) for step in flat]
     losses, rights = torch.zeros(2, settings.unroll, device=device)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from graft.data import user_message
 from graft.engine import Engine
+from graft.model.unusual_layers import output_weight
 from graft.progress import Report
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
@@ -304,9 +305,8 @@ def new_block_head(
     torch.manual_seed(settings.seed)
     head = block.BlockHead(config)
     embedding: Any = model.get_input_embeddings().weight
-    output: Any = model.get_output_embeddings().weight
     head.borrow_embedding(embedding)
-    head.borrow_lm_head(output)
+    head.borrow_lm_head(output_weight(model))
     batch = PackedBatches(spread(answers, 256), settings, num_anchors=1).at(0)
     head = head.to(device=model.device)
     block_training.start_from_target(head, model, batch.to(model.device))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from graft.model.fusable import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
+from graft.model.plain_modules import changed_module
 from graft.spec_decode.proposers.draft_head import DraftHead
 
 
 def why_not(head: DraftHead) -> str | None:
     """The reason why a head cannot be captured; None if it can."""
+    if (touched := changed_module(head)) is not None:
+        return f"{touched} has a hook or a forward of its own"
     config, weight = head.config, head.fc.weight
     if weight.dtype not in DTYPES:
         return f"its weights are {weight.dtype}"

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from graft.model.attention import Visibility
 from graft.model.cpu_layers import CpuLayers, all_readable
 from graft.model.cpu_linear import MAX_TOKENS, FewTokensLinear
-from graft.model.fusable import MAX_HEAD_DIM, hooked_module
+from graft.model.fusable import MAX_HEAD_DIM
 from graft.model.kv_cache import KVCache
+from graft.model.plain_modules import changed_module, is_plain_linear
 from graft.spec_decode.proposers.draft_head import Rotary
 from graft.spec_decode.proposers.eagle3.head import DecoderLayer, Eagle3Head, Projections
 
@@ -29,7 +30,7 @@ class CpuHead(CpuLayers):
     max_tokens = MAX_TOKENS  # more are those of a prompt, for which torch's large products are faster
 
     def __init__(self, head: Eagle3Head) -> None:
-        """head: one for which `can_fuse` is true."""
+        """head: one for which `why_not` is None."""
         config = head.config
         norms: Any = head.fc_norm if config.fc_norm else [head.input_norm] if config.norm_before_fc else []
         super().__init__(
@@ -70,16 +71,19 @@ class CpuHead(CpuLayers):
         return (normed if head.config.norm_output else stream[: len(normed)])[None]
 
 
-def can_fuse(head: Eagle3Head) -> bool:
-    """Whether the library can run the head: `speed_up` has changed its linear layers, and all else is as usual."""
+def why_not(head: Eagle3Head) -> str | None:
+    """The reason why the library cannot run a head whose linear layers `speed_up` has replaced; None if it can."""
     config, parts = head.config, list(head.modules())
-    if any(type(part) not in _KINDS for part in parts) or hooked_module(head) is not None:
-        return False
-    is_usual = all(
-        part.bias is None if isinstance(part, nn.Linear) else part.eps == config.rms_norm_eps
-        for part in parts
-        if isinstance(part, (nn.Linear, nn.RMSNorm))
-    )
+    if (other := next((part for part in parts if type(part) not in _KINDS), None)) is not None:
+        return f"it has a {type(other).__name__}"
+    if (touched := changed_module(head)) is not None:
+        return f"{touched} has a hook or a forward of its own"
+    linear: list[Any] = [part for part in parts if isinstance(part, nn.Linear)]
+    if any(part.bias is not None or not is_plain_linear(part, FewTokensLinear) for part in linear):
+        return "a linear layer has more than a weight"
+    if any(part.eps != config.rms_norm_eps for part in parts if isinstance(part, nn.RMSNorm)):
+        return "its norms differ in more than their weights"
+    if config.sliding_window is not None or config.head_dim > MAX_HEAD_DIM:
+        return "it has a window of attention, or large heads"
     embedding = [head.target_embedding] if head.target_embedding is not None else []
-    is_known = is_usual and config.sliding_window is None and config.head_dim <= MAX_HEAD_DIM
-    return is_known and all_readable([*head.parameters(), *embedding])
+    return None if all_readable([*head.parameters(), *embedding]) else "its weights are not plain float32 tensors"

@@ -15,7 +15,7 @@ from graft.model.noise import ComingDraws
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
 from graft.spec_decode.proposers.eager import PendingEntries
-from graft.spec_decode.proposers.eagle3.cpu_head import CpuHead, can_fuse
+from graft.spec_decode.proposers.eagle3.cpu_head import CpuHead, why_not
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
 
@@ -31,7 +31,7 @@ class Eagle3Drafter(RecurrentDrafter):
         config = head.config
         super().__init__(config.target_layers, head.fc.weight, 1, (config.num_key_value_heads, config.head_dim))
         self.head = head
-        self._fused = Fused(head, can_fuse, CpuHead)  # on a CPU
+        self._fused = Fused(head, why_not, CpuHead)  # on a CPU
         self.settings = settings or TreeSettings()
         most = config.draft_vocab_size
         require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")

@@ -245,7 +245,8 @@ def _block_config(config: PreTrainedConfig, has_experts: bool) -> PreTrainedConf
 
 def _borrowed(target: PreTrainedModel) -> dict[str, Tensor]:
     """The target's embedding and output weights, by name, so that none are made for the head."""
-    weights = [part.weight for part in (target.get_input_embeddings(), target.get_output_embeddings())]
+    parts = (target.get_input_embeddings(), target.get_output_embeddings())
+    weights = [weight for part in parts for weight in part.parameters()]
     named = target.named_parameters(remove_duplicate=False)
     return {name: weight.detach() for name, weight in named if any(weight is each for each in weights)}
 

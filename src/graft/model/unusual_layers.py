@@ -1,0 +1,150 @@
+"""Linear layers that are not PyTorch's own: quantised, adapted or changed ones.
+
+What they are, in words; whether they give a token its own result; and their weight as one matrix. Such layers always
+run their own code. Which layers are plain: `plain_modules`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from graft.errors import GraftError
+from graft.model.cpu_linear import FewTokensLinear
+from graft.model.overrides import evaluating
+from graft.model.plain_modules import is_plain_linear
+
+# A token's result may change by this share of its size when other tokens are in the forward. Rounding to bfloat16
+# changes it by 0.004 at most, a scale that all tokens share by 0.04 and more.
+_ROUNDING = 0.01
+_NUM_OTHERS, _SIZE_OF_OTHERS = 12, 1e4  # float16 ends at 65,504
+_COMPUTED: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()  # see `output_weight`
+
+
+def unusual_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with inputs and outputs, by name, that are not plain linear layers."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(getattr(layer, "in_features", None), int) and not (_is_plain(layer) or _is_of_a_model(layer))
+    }
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return is_plain_linear(layer) or is_plain_linear(layer, FewTokensLinear)
+
+
+def _is_of_a_model(layer: nn.Module) -> bool:
+    """Whether a layer is of a kind that a model's code in transformers defines, as some routers are."""
+    kind: Any = type(layer)
+    return kind.__module__.startswith("transformers.models.") and is_plain_linear(layer, kind)
+
+
+def weights_in_words(model: PreTrainedModel) -> str:
+    """What a model's weights are, such as "bfloat16", or "bitsandbytes: 210 Linear4bit layers; else bfloat16"."""
+    rest = str(model.dtype).removeprefix("torch.")
+    kinds = Counter(map(_kind_of, unusual_layers(model).values()))
+    if not kinds:
+        return rest
+    config: Any = getattr(model.config, "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    named = f"{getattr(method, 'value', method)}: " if method is not None else ""
+    return f"{named}{', '.join(f'{count} {kind} layers' for kind, count in kinds.items())}; else {rest}"
+
+
+def _kind_of(layer: nn.Module) -> str:
+    weight = layer._parameters.get("weight")
+    if type(layer) is not nn.Linear:
+        return type(layer).__name__
+    return type(weight).__name__ if type(weight) not in (nn.Parameter, type(None)) else "changed Linear"
+
+
+@torch.no_grad()
+def check_tokens_apart(model: PreTrainedModel) -> None:
+    """Raise a GraftError if a layer gives a token another result when other tokens are in the forward.
+
+    Such a layer scales the activations of all tokens together, so trees and batches would change the model's texts. One
+    layer of each kind is tried: with one token alone, and beside tokens of larger activations.
+    """
+    layers = unusual_layers(model)
+    if not layers:
+        return
+    with evaluating(model):
+        shapes = _run_once(model, layers)
+        for name, layer in _one_of_each_kind(layers).items():
+            if (change := _change_among_others(layer, model, shapes.get(name, 3))) > _ROUNDING:
+                raise GraftError(
+                    f"{type(model).__name__} scales all tokens of a forward together, so its text depends on how many "
+                    f"there are: {name} ({_kind_of(layer)}) changes its result for a token by {change:.0%} when larger "
+                    "ones are beside it. Use weights whose activations keep 16 bits or have a scale for each token; "
+                    "with bitsandbytes in 8 bits, llm_int8_threshold=0"
+                )
+
+
+def _run_once(model: Any, layers: dict[str, Any]) -> dict[str, int]:
+    """The number of dimensions of each layer's input, by name, if one token reaches it.
+
+    Some libraries unpack their weights in the first forward only, and some formats cannot be run at all.
+    """
+    shapes: dict[str, int] = {}
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            note = lambda _, inputs, name=name: shapes.update({name: inputs[0].ndim}) if inputs else None  # noqa: E731
+            hooks.callback(layer.register_forward_pre_hook(note).remove)
+        try:
+            model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+        except Exception as error:  # whatever a library may raise
+            dtype, words = str(model.dtype).removeprefix("torch."), str(error).strip().partition("\n")[0]
+            raise GraftError(
+                f"transformers itself cannot run this {type(model).__name__} ({weights_in_words(model)}) in {dtype} on "
+                f"{model.device}: {type(error).__name__}: {words}; try another dtype"
+            ) from error
+    return shapes
+
+
+def _one_of_each_kind(layers: dict[str, Any]) -> dict[str, Any]:
+    found: dict[tuple[str, ...], str] = {}
+    for name, layer in layers.items():
+        tensors = [*layer.named_parameters(), *layer.named_buffers()]
+        stored = sorted(f"{key} {type(each).__name__} {each.dtype}" for key, each in tensors)
+        found.setdefault((_kind_of(layer), repr(getattr(layer, "quantization_scheme", None)), *stored), name)
+    return {name: layers[name] for name in found.values()}
+
+
+def _change_among_others(layer: Any, model: PreTrainedModel, num_dimensions: int) -> float:
+    """By how much a layer's result for a token changes, as a share of its size, when larger tokens are beside it."""
+    place = next((each.device for each in (*layer.parameters(), *layer.buffers())), model.device)
+    generator = torch.Generator().manual_seed(0)  # the global one is the user's
+    noise = torch.randn(1 + _NUM_OTHERS, layer.in_features, generator=generator)
+    # The token has one large number. A scale of 8 bits for it alone loses the small ones, another scale may keep them.
+    token = 0.015 * noise[:1].sign()
+    token[0, 0] = 5.0
+    inputs = torch.cat([token, _SIZE_OF_OTHERS * noise[1:].sign()]).to(place, model.dtype)
+    inputs = inputs.view(*[1] * (num_dimensions - 2), *inputs.shape)
+    alone, among = layer(inputs[..., :1, :]).float(), layer(inputs)[..., :1, :].float()
+    return float((among - alone).norm() / alone.norm().clamp(min=1e-30))
+
+
+def readable_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, without those that are numbers of a quantised layer."""
+    stored = {id(tensor) for layer in unusual_layers(model).values() for tensor in layer.parameters()}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) not in stored}
+
+
+def output_weight(model: PreTrainedModel) -> Tensor:
+    """The weight [V, H] of a model's output layer. A layer that is not plain computes it, once."""
+    layer: Any = model.get_output_embeddings()
+    if _is_plain(layer):
+        weight: Tensor = layer.weight
+        return weight
+    if layer not in _COMPUTED:
+        with torch.no_grad():
+            rows = torch.eye(layer.in_features, dtype=model.dtype, device=model.device)
+            _COMPUTED[layer] = (layer(rows) - layer(torch.zeros_like(rows[:1]))).T.contiguous()
+    return _COMPUTED[layer]
