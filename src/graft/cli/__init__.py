@@ -1,7 +1,7 @@
 """The `graft` command, with one file per verb.
 
 A verb is a plain function with typer annotations. To add one, write `cli/VERB.py` and list it in `VERBS`. Verbs import
-heavy modules only when they run, which keeps `--help` fast.
+heavy modules only when they run, which keeps `--help` fast, and check their arguments before they import torch.
 """
 
 import errno
