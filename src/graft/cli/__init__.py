@@ -1,7 +1,7 @@
 """The `graft` command, with one file per verb.
 
 A verb is a plain function with typer annotations. To add one, write `cli/VERB.py` and list it in `VERBS`. Verbs import
-heavy modules only when they run, which keeps `--help` fast.
+heavy modules only when they run, which keeps `--help` fast, and check their arguments before they import torch.
 """
 
 import errno
@@ -43,7 +43,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: {"data": "prompts"}.get(name, name),  # --prompts was --data in some verbs
+    },
 )
 for verb in VERBS:
     app.command()(verb)
