@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from rich.console import Console
 from graft.cli.options import Given
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
+from graft.machine import WAITING
 
 if TYPE_CHECKING:
     from graft.engine import Engine
@@ -60,6 +62,10 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
     check_loading(loading)
     # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
+    if os.environ.get(WAITING) == "passive":
+        aside(
+            f"Threads sleep while they wait for each other ({WAITING}=passive), because other programs use the cores."
+        )
 
     given: Given = {"keep_learned": keep_learned}
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
