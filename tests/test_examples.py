@@ -118,9 +118,9 @@ def test_every_command_of_the_first_pages_runs(words, example_folder, model_fold
 def test_the_python_of_the_first_pages_runs(page, model_folder, monkeypatch, capsys):
     asked = []
 
-    def load_tiny(name):
+    def load_tiny(name, **options):
         asked.append(name)
-        return load(model_folder)
+        return load(model_folder, **options)
 
     monkeypatch.setattr(graft, "load", load_tiny)
     names = {}
