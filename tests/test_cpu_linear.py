@@ -189,3 +189,12 @@ def test_a_busy_machine_does_not_keep_a_model_from_the_kernel(monkeypatch, busy_
     monkeypatch.setattr(cpu, "linear", theirs)
     assert cpu._is_faster([nn.Linear(4, 4)]) is is_faster
     assert len(calls) == turns
+
+
+def test_a_model_runs_by_torch_alone_for_a_while_and_then_by_our_layers_again():
+    layer = cpu.FewTokensLinear.sharing(nn.Linear(8, 8))
+    model = nn.Sequential(layer)
+    with pytest.raises(RuntimeError, match="on the way"), cpu.torchs_linear(model):
+        assert type(model[0]) is nn.Linear and model[0].weight is layer.weight
+        raise RuntimeError("on the way")
+    assert type(model[0]) is cpu.FewTokensLinear
