@@ -30,6 +30,7 @@ from graft.cli.terminal import one_line_warnings
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
+from graft.machine import let_waiting_threads_sleep
 from graft.version import __version__
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
@@ -73,6 +74,7 @@ def main() -> None:
     """Run the command. Errors that the user can fix print one line on stderr and exit with status 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows other characters as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
+    let_waiting_threads_sleep()
     try:
         try:
             with one_line_warnings():

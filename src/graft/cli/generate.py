@@ -46,7 +46,7 @@ def generate(
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
-    [dim]Example:[/] graft generate "Count to ten, twice." --budget 16 --show-tree --color-by-origin
+    [dim]Example:[/] graft generate "List the months of the year." --budget 16 --show-tree --color-by-origin
 
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """

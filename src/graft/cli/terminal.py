@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from rich.console import Console
 from graft.cli.options import Given
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
+from graft.machine import WAITING
 
 if TYPE_CHECKING:
     from graft.engine import Engine
@@ -63,6 +65,10 @@ def load_engine(
     check_loading(loading, max_new_tokens)
     # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
+    if os.environ.get(WAITING) == "passive":
+        aside(
+            f"Threads sleep while they wait for each other ({WAITING}=passive), because other programs use the cores."
+        )
 
     given: Given = {"keep_learned": keep_learned}
     with without_garbage_collection():
