@@ -25,7 +25,7 @@ test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows 
 suite: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
-test-newest:  ## The same with the newest release of everything but torch, in .venv-newest; TORCH=torch takes its newest too
+test-newest:  ## The same with the newest release of everything but torch; TORCH=torch takes its newest too
 	@$(PYTHON) tests/newest.py
 
 sanitize: $(INSTALLED)  ## Tests of native code under ASan and UBSan (needs GCC): minutes; PYTEST_ARGS narrows it

@@ -58,7 +58,7 @@ def main() -> int:
     # Each is tried: a new complaint about style is not to hide what the tests say.
     command = ["make", "--no-print-directory", "--keep-going", *paths, "lint", "model", "suite"]
     status = subprocess.run(command, cwd=ROOT).returncode
-    print(f"\nRan on {platform.machine()} with Python {platform.python_version()}, constraints.txt's versions and these:")
+    print(f"\nRan on {platform.machine()} with Python {platform.python_version()}, as in constraints.txt but for:")
     print(*differences(_installed()), sep="\n")
     print("All passed" if status == 0 else "Not all passed: see above")
     return status
