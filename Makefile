@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt src/graft/tree/native.c $(wil
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)
 
-.PHONY: help demo test sanitize lint docs model setup clean
+.PHONY: help demo test suite test-newest sanitize lint docs model setup clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -20,7 +20,13 @@ demo: model  ## See it work: the same text, faster
 
 test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
 	@$(MAKE) --no-print-directory -j2 --output-sync lint model
+	@$(MAKE) --no-print-directory suite
+
+suite: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-newest:  ## The same with the newest release of everything but torch; TORCH=torch takes its newest too
+	@$(PYTHON) tests/newest.py
 
 sanitize: $(INSTALLED)  ## Tests of native code under ASan and UBSan (needs GCC): minutes; PYTEST_ARGS narrows it
 	@$(BIN)/python tests/sanitize.py $(PYTEST_ARGS)
@@ -45,6 +51,8 @@ $(INSTALLED): $(SOURCES)
 	@echo "Setting up .venv, once; this takes a few minutes"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	@# Bytecode halves the time of a command. pip would make it on one core; a file for a newer Python gets none.
+	@$(BIN)/python -m compileall -qq -j 4 -x /tests/ .venv/lib src || true
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml

@@ -1,6 +1,6 @@
 """What is speculation worth as the batch grows? Throughput of the scheduler, plain and with Graft.
 
-    python benchmarks/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
+    python benchmarks/batched_serving.py --prompts gsm8k.jsonl --prompts alpaca.jsonl --limit 4 --warmup train.jsonl
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop: a request starts when another has ended. Plain decoding and Graft take turns, and the medians of the turns
@@ -105,7 +105,7 @@ def main() -> None:
     def prompts(paths: list[Path], limit: int | None) -> list[Question]:
         return mixed_questions(paths, engine, options.max_new_tokens, limit, options.max_prompt_tokens)
 
-    asked = prompts(options.data, options.limit)
+    asked = prompts(options.prompts, options.limit)
     lessons = prompts([options.warmup], options.warmup_limit) if options.warmup is not None else []
     rows = max(options.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + options.max_new_tokens + 256

@@ -1,7 +1,7 @@
 """Is Graft ever slower than plain decoding when it has learned nothing yet?
 
     python benchmarks/cold_start.py --model qwen2.5-coder-0.5b --draft none
-    python benchmarks/cold_start.py --draft none --from process --prompts 5 --max-new-tokens 1
+    python benchmarks/cold_start.py --draft none --from process --limit 5 --max-new-tokens 1
     python benchmarks/cold_start.py --beside 1
 
 A ratio is the seconds of `off` over those of `graft` for the same answer, with prompt and set-up. Below 1, Graft is
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="the target")
     parser.add_argument("--draft", default="none", help="a drafter, or none")
     parser.add_argument("--profile", default="none", help="a profile, auto, or none")
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--limit", type=int, default=20, help="use only this many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--from", dest="start", choices=("engine", "session", "process"), default="engine")
     parser.add_argument("--beside", type=int, default=0, help="busy processes beside this one")
@@ -112,7 +112,7 @@ def main() -> None:
     print(f"{args.model}, draft {args.draft}, {args.max_new_tokens} tokens, {args.beside} busy beside, ", end="")
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     by_task = [[prompt.text for prompt in task.prompts] for task in built_in_tasks()]
-    prompts = islice(chain.from_iterable(zip(*by_task, strict=True)), args.prompts)  # of all tasks in turn
+    prompts = islice(chain.from_iterable(zip(*by_task, strict=True)), args.limit)  # of all tasks in turn
     call, ratios, totals = make_caller(args), [], [0.0, 0.0]
     with busy(args.beside):
         for number, prompt in enumerate(prompts, start=1):

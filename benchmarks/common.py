@@ -64,7 +64,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_prompts(parser: argparse.ArgumentParser, limit: int | None, max_new_tokens: int) -> None:
     """Prompt files and how much of them is used."""
-    parser.add_argument("--data", type=Path, action="append", required=True, help="a prompt file; may be repeated")
+    parser.add_argument("--prompts", type=Path, action="append", required=True, help="a prompt file; may be repeated")
     parser.add_argument("--limit", type=int, default=limit, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 

@@ -1,7 +1,9 @@
 """Does Graft draft and decode with an EAGLE-3 head as vLLM does? Round by round: chain drafts, greedy, fp32.
 
-    vllm-venv/bin/python benchmarks/engine_texts.py --engine vllm --model DIR --head DIR --data gsm8k.jsonl --out v.json
-    .venv/bin/python benchmarks/engine_texts.py --engine graft --model DIR --head DIR --data gsm8k.jsonl --out g.json
+    vllm-venv/bin/python benchmarks/engine_texts.py --engine vllm --model DIR --head DIR --prompts gsm8k.jsonl \\
+        --out v.json
+    .venv/bin/python benchmarks/engine_texts.py --engine graft --model DIR --head DIR --prompts gsm8k.jsonl \\
+        --out g.json
     python benchmarks/engine_texts.py --compare v.json g.json
 
 Each engine is imported only in its own mode, so that each can have its own environment. Both write what every round
@@ -29,7 +31,7 @@ def main() -> None:
     mode.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"))
     parser.add_argument("--model", help="a folder")
     parser.add_argument("--head", help="a folder")
-    parser.add_argument("--data", action="append", type=Path, help='rows {"turns": [...]} or {"prompt": ...}')
+    parser.add_argument("--prompts", action="append", type=Path, help='rows {"turns": [...]} or {"prompt": ...}')
     parser.add_argument("--limit", type=int, default=8, help="rows of each file")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=3, help="length of the chain drafted in a round")
@@ -38,8 +40,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.compare:
         sys.exit(compare(*(json.loads(path.read_text()) for path in options.compare)))
-    if not (options.model and options.head and options.data and options.out):
-        parser.error("--engine needs --model, --head, --data and --out")
+    if not (options.model and options.head and options.prompts and options.out):
+        parser.error("--engine needs --model, --head, --prompts and --out")
     tokenizer, rounds_of = {"vllm": open_vllm, "graft": open_graft}[options.engine](options)
     answers = []
     for prompt_ids in read_prompts(options, tokenizer):
@@ -58,7 +60,7 @@ def main() -> None:
 def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     """The first rows of each file as the token ids of a chat with one message."""
     prompts = []
-    for path in options.data:
+    for path in options.prompts:
         with path.open(encoding="utf-8") as file:
             for row in islice(map(json.loads, file), options.limit):
                 message = {"role": "user", "content": row["turns"][0] if "turns" in row else row["prompt"]}

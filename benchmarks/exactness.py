@@ -150,7 +150,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="whose answers are compared")
     parser.add_argument("--shape", choices=MODELS, help="use a model of this shape with random weights instead")
-    parser.add_argument("--data", action="append", type=Path, help="prompt files; the built-in tasks if not given")
+    parser.add_argument("--prompts", action="append", type=Path, help="prompt files; the built-in tasks if not given")
     parser.add_argument("--tokens", type=int, default=50_000, help="positions to compare")
     parser.add_argument("--answer", type=int, default=512, help="tokens of an answer")
     parser.add_argument("--rows", type=int, default=16, help="answers decoded together")
@@ -172,7 +172,7 @@ def main() -> None:
         prompts = [[rng.randrange(vocab) for _ in range(64)] for _ in range(options.rows)]
     else:
         engine = load(options.model, draft=None, policy="off", profile=None)
-        prompts = all_prompts(options.data, engine, options.answer)
+        prompts = all_prompts(options.prompts, engine, options.answer)
 
     facts = {"model": options.shape or options.model} | {n: getattr(options, n) for n in ("policy", "budget", "rows")}
     on_a_gpu = (("not exact", False), ("exact", True))

@@ -1,6 +1,6 @@
 """What is it worth to sample many answers to one prompt as a group, as reinforcement learning does?
 
-    python benchmarks/group_rollouts.py --data gsm8k.jsonl --limit 4 --n 16
+    python benchmarks/group_rollouts.py --prompts gsm8k.jsonl --limit 4 --n 16
 
 For each prompt it samples `n` answers at temperature 1 in three ways that must give the same texts: plainly in one
 batch; one after the other with Graft, which learns from the earlier answers; and in one batch with Graft, whose answers
@@ -52,7 +52,7 @@ def main() -> None:
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, n=options.n, seed=0
     )
     ways = {PLAIN: Way(), ALONE: Way(), GROUP: Way()}
-    asked = mixed_questions(options.data, plain, options.max_new_tokens, options.limit)
+    asked = mixed_questions(options.prompts, plain, options.max_new_tokens, options.limit)
     for engine, at_once in ((plain, True), (graft, False), (graft, True)):  # untimed: pays for one-time set-up
         answer(engine, asked[0], sampling, at_once)
     for question in asked:

@@ -1,6 +1,6 @@
 """How many tokens of a drafter are accepted, by task and method, and are texts plain decoding's?
 
-    python benchmarks/head_acceptance.py --draft HEAD --policy dense,block,graft --data gsm8k.jsonl --compare
+    python benchmarks/head_acceptance.py --draft HEAD --policy dense,block,graft --prompts gsm8k.jsonl --compare
     python benchmarks/head_acceptance.py --draft HEAD --policy graft-without-noise,graft --temperature 1 --rows 8 ...
 
 HEAD is an EAGLE-3 head, a block head, a small model or another drafter; with none, `graft` only retrieves. `dense` is
@@ -21,9 +21,8 @@ from typing import Any
 from common import add_prompts, command_line, device_name, write_json
 from transformers import PreTrainedModel
 
-from graft.bench.baselines import POLICY_METHODS
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
-from graft.bench.runs import check_names
+from graft.bench.settings import POLICY_METHODS, check_names
 from graft.bench.tasks import questions, read_tasks
 from graft.errors import GraftError
 from graft.hub.draft_names import NONE
@@ -63,7 +62,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     names = options.policy.split(",")
-    check_names(names, tuple(POLICY_METHODS))
+    check_names(names, known=POLICY_METHODS)
     engine = load(options.model, policy=PLAIN, draft=None, device=options.device, dtype=options.dtype)
     model = engine.target.model
     assert isinstance(model, PreTrainedModel)
@@ -82,7 +81,7 @@ def main() -> None:
     )
     tasks = {
         task.name: [question.ids for question in questions(task, engine, options.max_new_tokens)]
-        for task in read_tasks(options.data, options.limit)
+        for task in read_tasks(options.prompts, options.limit)
     }
 
     def answers(method: PolicyMethod, task: str) -> list[Answer]:

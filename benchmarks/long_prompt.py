@@ -1,6 +1,6 @@
 """How long do running answers pause when a long prompt arrives?
 
-    python benchmarks/long_prompt.py --as-cost-of llama-8b --data alpaca.jsonl --data gsm8k.jsonl --lengths 32768,131072
+    python benchmarks/long_prompt.py --as-cost-of llama-8b --prompts alpaca.jsonl --lengths 32768,131072
 
 The scheduler of `graft serve` runs in this process, without HTTP. `--concurrency` requests are decoded, plainly and
 with Graft. Each gets `--before` tokens, and then as many while nothing else happens. Then a prompt of random tokens
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--only-graft", action="store_true", help="leave out plain decoding")
     options = parser.parse_args()
     engine = make_engine(options, max_positions=max(options.lengths) + 64)
-    asked = mixed_questions(options.data, engine, options.max_new_tokens, options.limit)
+    asked = mixed_questions(options.prompts, engine, options.max_new_tokens, options.limit)
     prompts = [question.ids for question in asked][: options.concurrency]
     room = max(options.lengths) + len(prompts) * (max(map(len, prompts)) + options.max_new_tokens + 256)
     rows = len(prompts) + 1

@@ -166,7 +166,7 @@ def make_engine(arguments: argparse.Namespace, rng: random.Random) -> tuple[Engi
         lengths = [LONGEST_PROMPT, *(int(4 * 2 ** rng.uniform(0, 9)) for _ in range(arguments.requests))]
         return engine, [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
     engine = load(arguments.model, device=arguments.device, dtype="fp32", budget=arguments.budget, keep_learned=False)
-    prompts = all_prompts(arguments.data, engine, LONGEST_ANSWER)
+    prompts = all_prompts(arguments.prompts, engine, LONGEST_ANSWER)
     rng.shuffle(prompts)
     return engine, prompts
 
@@ -190,7 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=MODELS, help="use a model of this shape with random weights instead")
     parser.add_argument("--budget", type=int, help="nodes of every tree; as many as pay if not given")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--data", type=Path, action="append", help="prompts; the built-in ones if not given")
+    parser.add_argument("--prompts", type=Path, action="append", help="prompts; the built-in ones if not given")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=64, help="answers decoded together")
     parser.add_argument("--max-cache-tokens", type=int, help="size of the KV cache; what memory allows if not given")

@@ -1,6 +1,6 @@
 """Writes a model as expensive as a large one, its head, and prompts as token ids, for another engine to load.
 
-    python benchmarks/widened_model.py --shape llama-8b --data gsm8k.jsonl --data alpaca.jsonl --out DIR
+    python benchmarks/widened_model.py --shape llama-8b --prompts gsm8k.jsonl --prompts alpaca.jsonl --out DIR
 
 `DIR/model` and `DIR/head` are what `batched_serving.py --as-cost-of` runs, in the usual file formats. `DIR/ids.json`
 has the prompts that it asks, in its order (see docs/measuring.md). `engine_closed_loop.py` reads them.
@@ -39,7 +39,7 @@ def main() -> None:
         asked = mixed_questions(paths, plain, options.max_new_tokens, limit, options.max_prompt_tokens)
         return [question.ids for question in asked]
 
-    ids = prompts(options.data, options.limit)
+    ids = prompts(options.prompts, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "ids.json").write_text(json.dumps(ids))
     if options.warmup is not None:

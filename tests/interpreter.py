@@ -6,6 +6,7 @@ import os
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -16,7 +17,7 @@ def use_interpreter() -> None:
     except ImportError:
         return
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
-    find_dtype = interpreter._get_np_dtype
+    find_dtype, calculate = interpreter._get_np_dtype, interpreter.InterpreterBuilder.binary_op
     patched: set[str] = set()
     dtypes: dict[str, Any] = {}
 
@@ -40,8 +41,16 @@ def use_interpreter() -> None:
             dtypes[name] = find_dtype(kind)
         return dtypes[name]
 
+    def calculate_typed(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        """A comparison keeps the type of the numbers compared, and Triton 3.9 refuses a mask that is made of such."""
+        made = calculate(self, lhs, rhs, op)
+        if made.data.dtype == np.bool_:
+            made.dtype = interpreter.tl.int1
+        return made
+
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch, patch_once
     interpreter._get_np_dtype = find_dtype_once
+    interpreter.InterpreterBuilder.binary_op = calculate_typed
     _make_types_once()
     # Every sum and product of integers is made in 64 bits as well, and the comparison thrown away unless debugging.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -11,6 +11,7 @@ from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.baselines.gate_calibration import best_threshold, chain_thresholds, thresholds
 from graft.bench.baselines.gates import PUBLISHED
 from graft.bench.methods import PolicyMethod
+from graft.bench.settings import POLICY_METHODS
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import POLICIES, register_policy
 from graft.spec_decode.policies.off import Off
@@ -26,6 +27,7 @@ SOURCE = Path(graft.__file__).parent
 
 def test_importing_the_benchmark_registers_every_baseline_and_ablation():
     assert set(POLICIES) == {"off", "graft", *BASELINES, *ABLATIONS}
+    assert ("off", *BASELINES, "graft", *ABLATIONS) == POLICY_METHODS, "the names that are known without torch"
 
 
 def test_a_name_is_registered_once():

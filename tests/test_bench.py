@@ -17,11 +17,12 @@ from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
-from graft.bench.peers import PEERS, make_peer
+from graft.bench.peers import make_peer
 from graft.bench.report import notes_on, ticks
 from graft.bench.results import Summary
-from graft.bench.runner import BenchSettings, check_states, run, variants
+from graft.bench.runner import run, variants
 from graft.bench.runs import make_methods
+from graft.bench.settings import PEERS, BenchSettings, check_states
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions, without_repeats
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
@@ -465,7 +466,7 @@ def test_ticks_are_round_numbers_within_the_range():
 def data(tmp_path: Path) -> list[str]:
     for name in ("first", "second"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name} one"}}\n{{"turns": ["{name} two"]}}\n')
-    return ["--data", str(tmp_path / "first.jsonl"), "--data", str(tmp_path / "second.jsonl")]
+    return ["--prompts", str(tmp_path / "first.jsonl"), "--prompts", str(tmp_path / "second.jsonl")]
 
 
 RUN_KEYS = {

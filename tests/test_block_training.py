@@ -19,18 +19,16 @@ from graft.spec_decode.proposers.block import load_head
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.train.block import (
     BlockObjective,
-    BlockSettings,
-    BlockShape,
     block_attention,
     block_backward,
     block_hidden,
+    config_for,
     unused_token,
 )
-from graft.train.depth_pruned import DepthPrunedSettings
-from graft.train.eagle3 import Eagle3Settings
-from graft.train.generate_data import Answered, AnswerSettings
+from graft.train.generate_data import Answered
 from graft.train.packing import PackedBatches, target_states
 from graft.train.recipe import new_block_head
+from graft.train.settings import AnswerSettings, BlockSettings, BlockShape, DepthPrunedSettings, Eagle3Settings
 from graft.train.simulate import Simulated, num_accepted, simulate, table_for
 from graft.train.trainer import optimize
 from tiny import VOCAB, tiny_model
@@ -464,7 +462,7 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
 
 def test_target_layers_that_the_model_lacks_are_refused(model):
     with pytest.raises(GraftError, match="target layers 2, 6 are not all among the model's 0 to 5"):
-        replace(SHAPE, target_layers=(2, 6)).config_for(model, 5)
+        config_for(replace(SHAPE, target_layers=(2, 6)), model, 5)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def wrong_reference(monkeypatch):
 
 
 def test_check_of_equal_texts_exits_with_0(graft_tiny, data):
-    result = graft_tiny("check", "--data", data)
+    result = graft_tiny("check", "--prompts", data)
     assert result.status == 0
     assert result.out.splitlines()[:2] == [
         "2 prompts, 16 tokens, 0 differ",
@@ -57,33 +57,33 @@ def test_every_round_has_a_budget_for_a_tree_unless_the_policy_is_plain(graft_ti
         return load(**given)
 
     monkeypatch.setattr(loading, "load", watched)
-    assert graft_tiny("check", "--data", data, "--json").status == 0
-    assert graft_tiny("check", "--data", data, "--budget", "3").status == 0
-    plain = json.loads(graft_tiny("check", "--data", data, "--json", "--policy", "off").out)
+    assert graft_tiny("check", "--prompts", data, "--json").status == 0
+    assert graft_tiny("check", "--prompts", data, "--budget", "3").status == 0
+    plain = json.loads(graft_tiny("check", "--prompts", data, "--json", "--policy", "off").out)
     assert budgets == [16, 3, None]
     assert (plain["accepted"], plain["min_accepted"]) == (0, 0)
 
 
 def test_check_fails_when_too_few_tokens_were_accepted_from_trees(graft_tiny, data):
-    enough = json.loads(graft_tiny("check", "--data", data, "--json").out)
+    enough = json.loads(graft_tiny("check", "--prompts", data, "--json").out)
     assert enough["min_accepted"] == 1 <= enough["accepted"]
     more = str(enough["accepted"] + 1)
-    result = graft_tiny("check", "--data", data, "--min-accepted", more)
+    result = graft_tiny("check", "--prompts", data, "--min-accepted", more)
     assert result.status == 1 and "0 differ" in result.out
     assert f"not enough: with fewer than {more} accepted tokens this check says little about speculation" in result.out
-    assert graft_tiny("check", "--data", data, "--min-accepted", "-1").status == 2
+    assert graft_tiny("check", "--prompts", data, "--min-accepted", "-1").status == 2
 
 
 def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(graft_tiny, data, monkeypatch):
     with open(data, "a") as file:
         file.write(json.dumps({"id": "long", "prompt": "word " * 400}) + "\n")
     monkeypatch.setattr(checking, "compare", lambda *arguments: pytest.fail("a prompt was decoded"))
-    result = graft_tiny("check", "--data", data)
+    result = graft_tiny("check", "--prompts", data)
     assert result.status == 2 and f"{data}, prompt 3 (id long): the prompt has" in result.err
 
 
 def test_check_exits_1_and_names_the_first_difference_when_texts_differ(graft_tiny, data, wrong_reference):
-    result = graft_tiny("check", "--data", data)
+    result = graft_tiny("check", "--prompts", data)
     assert result.status == 1
     lines = result.out.splitlines()
     assert lines[0] == "2 prompts, 16 tokens, 1 differ"
@@ -95,14 +95,14 @@ def test_check_exits_1_and_names_the_first_difference_when_texts_differ(graft_ti
 
 def test_exact_tie_is_told_and_excused(graft_tiny, data, wrong_reference, monkeypatch):
     monkeypatch.setattr(checking, "next_logits", lambda model, ids: torch.zeros(1000))
-    result = graft_tiny("check", "--data", data)
+    result = graft_tiny("check", "--prompts", data)
     assert result.status == 0
     assert result.out.startswith("2 prompts, 16 tokens, 1 differ\n")
     assert "an exact tie" in result.out
 
 
 def test_sampled_text_is_compared_with_transformers_too(graft_tiny, data, wrong_reference):
-    result = graft_tiny("check", "--data", data, "--temperature", "0.8", "--top-k", "40", "--seed", "3")
+    result = graft_tiny("check", "--prompts", data, "--temperature", "0.8", "--top-k", "40", "--seed", "3")
     assert result.status == 1
     lines = result.out.splitlines()
     assert lines[1] == "compared with plain decoding and transformers"
@@ -111,7 +111,7 @@ def test_sampled_text_is_compared_with_transformers_too(graft_tiny, data, wrong_
 
 
 def test_text_that_ends_at_a_stop_text_is_compared_with_plain_decoding_alone(graft_tiny, data, wrong_reference):
-    result = graft_tiny("check", "--data", data, "--stop", "no such text")
+    result = graft_tiny("check", "--prompts", data, "--stop", "no such text")
     assert result.status == 0
     assert "compared with plain decoding\n" in result.out
 

@@ -17,7 +17,7 @@ def data(tmp_path):
 
 
 def run(graft, model_folder, data, *words):
-    return graft("doctor", "--model", model_folder, "--data", data, "--max-new-tokens", "12", *words)
+    return graft("doctor", "--model", model_folder, "--prompts", data, "--max-new-tokens", "12", *words)
 
 
 @pytest.mark.parametrize(("speed", "status", "verdict"), [(0.8, 1, "slower"), (1.4, 0, "faster"), (1.0, 0, "as fast")])
@@ -37,7 +37,7 @@ def test_it_describes_the_model_and_exits_with_1_if_graft_is_slower(
 
 
 def test_a_model_that_cannot_be_had_is_not_supported_and_says_why(graft, data):
-    result = graft("doctor", "--model", "no-such-model", "--data", data)
+    result = graft("doctor", "--model", "no-such-model", "--prompts", data)
     assert result.status == 1 and result.out.startswith("supported  no: ") and len(result.out.splitlines()) == 1
 
 

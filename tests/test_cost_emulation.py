@@ -188,7 +188,7 @@ def test_shape_that_does_not_fit_the_model_says_why(model, changes, message):
 @pytest.fixture
 def data(tmp_path):
     (tmp_path / "first.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    return ["--data", str(tmp_path / "first.jsonl")]
+    return ["--prompts", str(tmp_path / "first.jsonl")]
 
 
 @pytest.fixture

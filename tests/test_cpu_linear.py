@@ -159,3 +159,12 @@ def test_torchs_openmp_is_found_whatever_its_folder_is_called(monkeypatch, tmp_p
     maps.write_bytes(b"\n".join([b"7e00-7e01 rw-p 00000000 00:00 0", *lines, b""]))
     monkeypatch.setattr(cpu, "MAPS", maps)
     assert cpu._openmp_libraries() == [os.fsdecode(own), os.fsdecode(other)]
+
+
+def test_a_model_runs_by_torch_alone_for_a_while_and_then_by_our_layers_again():
+    layer = cpu.FewTokensLinear.sharing(nn.Linear(8, 8))
+    model = nn.Sequential(layer)
+    with pytest.raises(RuntimeError, match="on the way"), cpu.torchs_linear(model):
+        assert type(model[0]) is nn.Linear and model[0].weight is layer.weight
+        raise RuntimeError("on the way")
+    assert type(model[0]) is cpu.FewTokensLinear

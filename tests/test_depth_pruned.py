@@ -14,10 +14,11 @@ import graft as package
 from graft import Engine, GraftError
 from graft.spec_decode.proposers.head_kinds import kind_of
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, DepthPrunedSettings, measured_text
+from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, measured_text
 from graft.train.generate_data import Answered
 from graft.train.layer_pruning import LayerSubset, find_removal_order
 from graft.train.recipe import DepthPrunedRecipe, Run
+from graft.train.settings import DepthPrunedSettings
 from graft.train.trainer import optimize
 from tiny import VOCAB, byte_tokenizer, tiny_model
 

@@ -17,6 +17,12 @@ def test_the_picture_of_speeds_is_drawn_from_its_results_file():
     assert draw(RESULTS) == (DOCS / "pictures" / "speed.svg").read_text()
 
 
+def test_the_picture_of_the_method_is_drawn_from_a_recorded_round():
+    draw = runpy.run_path(str(ROOT / "benchmarks" / "draw_method.py"))["draw"]
+    recorded = json.loads((DOCS / "results" / "round.json").read_text())
+    assert draw(recorded) == (DOCS / "pictures" / "method.svg").read_text()
+
+
 @pytest.mark.parametrize("group", RESULTS["groups"], ids=lambda group: f"{group['requests']} requests")
 def test_the_benchmarks_page_has_every_figure_of_the_picture(group):
     lines = (DOCS / "benchmarks.md").read_text().splitlines()

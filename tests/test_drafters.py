@@ -104,6 +104,17 @@ def test_tune_measures_and_drafters_lists(model, tmp_path, graft):
     assert "Nothing has been measured" not in listed
 
 
+@pytest.mark.parametrize(("count", "warns"), [(6, True), (30, False)])
+def test_tune_on_few_prompts_says_that_it_says_little(tmp_path, graft_tiny, monkeypatch, count, warns):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(count)))
+    tuned = graft_tiny("tune", "--prompts", str(prompts), "--max-new-tokens", "2")
+    assert tuned.status == 0, tuned.err
+    words = "this says little, learned from 5 prompts and measured on 1: give 30 or more, 6 of them to measure with"
+    assert (words in tuned.err) == warns and ("says little" in tuned.err) == warns
+
+
 def test_tune_refuses_too_few_prompts_before_it_loads_the_model(tmp_path, graft):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "c", "c", "b")))

@@ -211,7 +211,7 @@ def test_a_hub_id_is_fetched_without_its_other_files(tmp_path, monkeypatch):
         asked.append((repository, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("graft.spec_decode.proposers.checkpoints.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert inspect_head("owner/head").folder == tmp_path
     assert asked == [("owner/head", ["config.json", "*.safetensors", "*.bin", "mask_embedding.pt"])]
 
@@ -220,7 +220,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     def download(repository, allow_patterns):
         raise OSError("no network.\nmore about it")
 
-    monkeypatch.setattr("graft.spec_decode.proposers.checkpoints.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(
         GraftError, match=r"no drafter at owner/head: there is no such folder, and as a hub id: no network$"
     ):

@@ -165,7 +165,7 @@ def test_the_commands_take_an_early_exit(graft, tmp_path):
     data = tmp_path / "task.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"abc {number} abc"}) + "\n" for number in range(5)))
     named = ("--model", str(tmp_path / "model"), "--device", "cpu", "--max-new-tokens", "8")
-    check = graft("check", "--data", str(data), "--limit", "2", *named, "--draft", "early-exit:2", "--budget", "7")
+    check = graft("check", "--prompts", str(data), "--limit", "2", *named, "--draft", "early-exit:2", "--budget", "7")
     assert check.status == 0 and "0 differ" in check.out, check.err
     far = graft("generate", "abc", *named, "--draft", "early-exit:4")
     assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: LlamaForCausalLM has 4 layers")

@@ -1,6 +1,7 @@
 """Memory and cores that a process may use, in folders that stand for the kernel's."""
 
 import os
+import sys
 
 import pytest
 
@@ -112,3 +113,60 @@ def test_pytest_takes_as_many_processes_as_there_are_cores_and_memory_for(kernel
     limit_cores(kernel, 2, "job", cores * 100_000)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (128 << 30) // 4096}.__getitem__)
     assert pytest_xdist_auto_num_workers() == workers
+
+
+@pytest.fixture
+def fresh(kernel, monkeypatch):
+    """A process on that machine that has not imported torch and has no settings of threads."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delitem(sys.modules, "torch")
+    for name in (machine.WAITING, "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that the test's end restores it
+        monkeypatch.delenv(name)
+    return kernel
+
+
+def run_others(kernel, number):
+    write(kernel / "proc/stat", f"cpu 1 2 3\nprocs_running {1 + number}")
+
+
+def test_cores_are_shared_when_more_threads_run_than_there_are_cores(fresh, monkeypatch):
+    run_others(fresh, 0)
+    assert not machine.are_cores_shared()
+    run_others(fresh, 1)
+    assert machine.are_cores_shared(), "this process would have a thread on each of the 8 cores"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert not machine.are_cores_shared()
+    run_others(fresh, 2)
+    assert machine.are_cores_shared()
+
+
+@pytest.mark.parametrize("text", [None, "nonsense", "procs_running 0"])
+def test_a_kernel_that_does_not_say_what_runs_shares_no_cores(fresh, text):
+    if text is not None:
+        write(fresh / "proc/stat", text)
+    assert not machine.are_cores_shared()
+
+
+def test_the_command_lets_waiting_threads_sleep_where_cores_are_shared(fresh, graft):
+    run_others(fresh, 0)
+    graft("--version")
+    assert machine.WAITING not in os.environ
+    run_others(fresh, 2)
+    graft("--version")
+    assert os.environ[machine.WAITING] == "passive"
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_what_the_user_says_of_waiting_threads_stays(fresh, monkeypatch, name):
+    run_others(fresh, 2)
+    monkeypatch.setenv(name, "1")
+    machine.let_waiting_threads_sleep()
+    assert os.environ[name] == "1" and (name == machine.WAITING or machine.WAITING not in os.environ)
+
+
+def test_threads_that_torch_has_started_are_left_alone(fresh, monkeypatch):
+    run_others(fresh, 2)
+    monkeypatch.setitem(sys.modules, "torch", object())
+    machine.let_waiting_threads_sleep()
+    assert machine.WAITING not in os.environ

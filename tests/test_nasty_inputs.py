@@ -154,7 +154,7 @@ BENCH_OPTIONS = [
     ("--methods grft", r"unknown method 'grft': did you mean 'graft'\?"),
     ("--state hot", "unknown state 'hot': known are cold, warm, persistent"),
     ("--state warm", "name the file"),
-    ("--data missing.jsonl", "cannot read missing.jsonl: No such file"),
+    ("--prompts missing.jsonl", "cannot read missing.jsonl: No such file"),
     ("--warmup missing.jsonl", "cannot read missing.jsonl: No such file"),
     ("--warmup-limit 3", "--warmup-limit needs --warmup FILE"),
     ("--rows 0", "rows must be at least 1, not 0"),

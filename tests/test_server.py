@@ -252,6 +252,13 @@ def test_a_client_that_goes_frees_its_place(engine, url, monkeypatch, stream):
     assert post(url, prompt="abc", **GREEDY).status_code == 200
 
 
+@pytest.mark.parametrize(("seed", "num_texts"), [(-2, 1), (-1, 3)])
+def test_every_seed_gives_one_text_but_minus_one_which_is_a_new_seed_each_time(url, seed, num_texts):
+    asked = {"prompt": "abc", "max_tokens": 24, "temperature": 1, "seed": seed, "ignore_eos": True}
+    texts = {post(url, **asked).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == num_texts
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_has_finished_sending_gets_its_answer(engine, url, stream):
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "speculate": False, "stream": stream}
@@ -483,7 +490,7 @@ def test_the_load_test_reports_what_users_felt(url, graft, tmp_path):
         words = ("--url", url, "--requests", "6", "--concurrency", "3", "--max-tokens", "8", "--out", str(out))
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "abc"}\n{"prompt": "abcd"}\n')
-        finished = graft("bench", "serve", *words, "--data", str(prompts), *more)
+        finished = graft("bench", "serve", *words, "--prompts", str(prompts), *more)
         assert finished.status == 0 and "6 answered, 0 refused, 0 failed" in finished.out
         figures = json.loads(out.read_text())
         assert figures["answered"] == 6 and figures["tokens_per_second"] > 0

@@ -18,16 +18,16 @@ from graft.train import packing
 from graft.train.card import eagle3_text, read_log, write_card
 from graft.train.eagle3 import (
     Eagle3Objective,
-    Eagle3Settings,
     count_tokens,
     draft_vocabulary,
     start_from_target,
     unrolled_attention,
     unrolled_backward,
 )
-from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
+from graft.train.generate_data import Answered, BatchDecoder, read_answers, write_answers
 from graft.train.packing import PackedBatch
 from graft.train.recipe import Eagle3Recipe, Outcome, Run, TimeIsUp, train_head
+from graft.train.settings import AnswerSettings, Eagle3Settings
 from graft.train.trainer import optimize, split_by_prompt
 from heads import make_head, plain_draft
 from tiny import VOCAB, tiny_model, tiny_multimodal

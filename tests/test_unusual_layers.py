@@ -2,6 +2,7 @@
 
 import json
 import types
+import warnings
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ class Packed(nn.Module):
 
 
 def rounded(x, largest):
+    largest = largest.clamp(min=1e-6)
     return (x / largest * 127).round() * largest / 127
 
 
@@ -159,10 +161,13 @@ def test_a_layer_that_scales_all_tokens_together_is_refused_with_what_to_do(kind
         graft.load(model, tokenizer=byte_tokenizer(), draft=None)
 
 
-@pytest.mark.parametrize("kind", [Packed, ByToken])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layer_that_treats_a_token_alone_is_taken(kind, dtype):
-    check_tokens_apart(replaced(kind, dtype=dtype))
+def test_a_layer_that_treats_a_token_alone_is_taken_with_a_warning_if_it_rounds_activations(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokens_apart(replaced(Packed, dtype=dtype))
+    with pytest.warns(UserWarning, match=r"rounds activations to few bits, in model.layers.0.self_attn.v_proj \(ByTok"):
+        check_tokens_apart(replaced(ByToken, dtype=dtype))
 
 
 def test_a_model_that_transformers_itself_cannot_run_is_one_line():

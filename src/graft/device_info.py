@@ -1,4 +1,4 @@
-"""Devices: their names, which are the keys of measured times, and their free memory."""
+"""Devices: which one a name means, their own names, which are the keys of measured times, and their free memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from pathlib import Path
 import torch
 
 from graft import machine
+from graft.errors import GraftError
+from graft.load_options import AUTO, check_device
+
+
+def pick_device(name: str | torch.device) -> torch.device:
+    """The device of that name, which can be used here; auto is a GPU if there is one."""
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(str(name))
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise GraftError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def device_name(device: torch.device) -> str:

@@ -10,21 +10,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from graft.datastore.lookup import Datastore
+from graft.device_info import pick_device
 from graft.engine import Engine
-from graft.errors import GraftError
 from graft.hub.draft_names import NONE, packaged_head_of
-from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter
+from graft.hub.drafters import NAMED, check_kind, is_possible, load_drafter
 from graft.hub.registry import DEFAULT_MODEL
-from graft.load_options import check_load_options
+from graft.load_options import AUTO, check_load_options, dtype_name
 from graft.model.support import check_supported, usable_model
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.tuning import learned
 from graft.tuning.drafters import best_draft, best_variant
-from graft.tuning.profile import About, Profile, equip
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from graft.tuning.profile import About, equip
 
 
 def load(
@@ -71,7 +69,7 @@ def load(
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
-    _check_names(model, draft, policy, budget, datastore, profile)
+    _check_names(model, draft, policy, budget, datastore, profile, device, dtype)
     require(not (keep_learned and isolated), "what isolated texts teach cannot be kept: drop keep_learned")
     name = None
     if isinstance(model, str):
@@ -107,7 +105,9 @@ def load(
     return engine
 
 
-def _check_names(model: Any, draft: Any, policy: Any, budget: Any, datastore: Any, profile: Any) -> None:
+def _check_names(
+    model: Any, draft: Any, policy: Any, budget: Any, datastore: Any, profile: Any, device: Any, dtype: Any
+) -> None:
     """Check all names before the model is loaded, so that an error comes at once."""
     where = "a packaged name, a folder or a hub id"
     for what, given in (("model", model), ("draft", draft)):
@@ -115,12 +115,9 @@ def _check_names(model: Any, draft: Any, policy: Any, budget: Any, datastore: An
         require(good, f"{what} must be {where}, or a transformers model, not {given!r}")
     for what, given in (("datastore", datastore), ("profile", profile)):
         require(given is None or isinstance(given, str | Path), f"{what} must be a path, not {given!r}")
-    name = model if isinstance(model, str) else DEFAULT_MODEL
-    check_load_options(name, policy, budget, datastore, POLICIES)
-    if profile not in (None, "auto") and policy != "off":
-        Profile.read(Path(profile).expanduser())
-    if isinstance(draft, str) and draft != "auto":
-        check_draft(draft)
+    check_load_options(model, policy, budget, datastore, draft, profile, device, dtype, policies=POLICIES)
+    if isinstance(draft, str) and draft != AUTO:
+        check_kind(draft)
 
 
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
@@ -138,27 +135,10 @@ def tree_settings(policy: str, device: torch.device) -> TreeSettings:
     return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
 
 
-def pick_device(name: str | torch.device) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:  # torch would list every device that it was ever built for
-        known = "auto, cpu, cuda, or cuda:1 for the second GPU"
-        raise GraftError(f"device {name!r} cannot be used here: choose {known}") from error
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise GraftError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
-
-
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     """A dtype by our name or torch's."""
-    if isinstance(name, str) and name == "auto":
+    found = dtype_name(str(name))
+    if found == AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    spelt = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()} | _DTYPES
-    chosen = spelt.get(str(name).removeprefix("torch."))
-    if chosen is None:
-        raise GraftError(f"unknown dtype {str(name)!r}: known are auto, {', '.join(_DTYPES)}")
+    chosen: torch.dtype = getattr(torch, found)
     return chosen

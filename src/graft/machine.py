@@ -1,15 +1,22 @@
 """Memory and cores that this process may use: the machine's, or fewer if a Linux control group (cgroup) limits them.
 
 A container has a control group of its own. The kernel shows its limits in files, in version 1 or 2 of its interface.
+Also: whether other processes want the same cores, and what this one's threads do then.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")  # of the kernel's files
+WAITING = "OMP_WAIT_POLICY"  # what OpenMP's threads do while they wait for each other
+_WAITING_TOO = (WAITING, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_LOOKS, _PAUSE = 5, 0.003  # at the processes that run: one that is busy is there each time
 
 
 def total_memory() -> int:
@@ -30,6 +37,35 @@ def num_cores() -> int:
     """Cores that this process may run on, or fewer if its share of CPU time is smaller."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([own, *_core_limits()]), 1)
+
+
+def are_cores_shared() -> bool:
+    """Whether this process's threads, one a core, and those of others that run now are more than the machine's cores.
+
+    False where the kernel does not say. To be asked before torch starts threads, which would count as others.
+    """
+    own = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(own) if own.isdigit() else num_cores()
+    return _others_running() + threads > (os.cpu_count() or 1)
+
+
+def let_waiting_threads_sleep() -> None:
+    """If the cores are shared, let OpenMP's threads sleep while they wait, unless the user has decided.
+
+    They would spin, and keep a core from the thread that they wait for: all decoding is then many times slower. On
+    cores of one's own, sleeping is a little slower. OpenMP reads the variable when torch is imported.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING_TOO) and are_cores_shared():
+        os.environ[WAITING] = "passive"
+
+
+def _others_running() -> int:
+    """Threads of other processes that run or wait for a core, in the median of a few looks; 0 if unknown."""
+    counts = []
+    for look in range(_LOOKS):
+        time.sleep(_PAUSE if look else 0)
+        counts.append(_fields(ROOT / "proc/stat").get("procs_running", 1) - 1)  # this thread is one of them
+    return max(int(statistics.median(counts)), 0)
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:

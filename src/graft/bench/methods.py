@@ -35,7 +35,6 @@ class Method(ABC):
     """One decoding method: answers prompts, and may learn from them."""
 
     name: str
-    is_batched = True  # can decode several prompts together
 
     @abstractmethod
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:

@@ -17,20 +17,17 @@ import torch
 from transformers import PreTrainedModel
 
 from graft.bench.methods import Answer, Method
-from graft.errors import GraftError
+from graft.bench.settings import ASSISTED
 from graft.model.sampler import SamplingSettings
 from graft.quiet import quiet_transformers
 from graft.request.stats import Stats
 from graft.settings import require
 
-PEERS = ("hf", "hf-lookup", "hf-assisted")
 NUM_LOOKUP_TOKENS = 10  # as in transformers' documentation of prompt lookup
 
 
 class Peer(Method):
     """transformers' `generate` as a benchmark method."""
-
-    is_batched = False
 
     def __init__(self, name: str, model: PreTrainedModel, source: str | None = None, **options: Any) -> None:
         """source: the name of the proposer, if there is one. options: for `generate`."""
@@ -94,8 +91,7 @@ def make_peer(name: str, model: PreTrainedModel, assistant: PreTrainedModel | No
         return Peer(name, model)
     if name == "hf-lookup":
         return Peer(name, model, "lookup", prompt_lookup_num_tokens=NUM_LOOKUP_TOKENS)
-    if assistant is None:
-        raise GraftError("method 'hf-assisted' drafts with a small model: name one with --assistant")
+    assert name == ASSISTED and assistant is not None
     sizes = [m.config.get_text_config().vocab_size for m in (model, assistant)]
     require(
         sizes[0] == sizes[1],

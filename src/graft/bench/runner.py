@@ -11,42 +11,13 @@ import torch
 from torch import Tensor
 
 from graft.bench.methods import Answer, Method
+from graft.bench.settings import BenchSettings
 from graft.bench.tasks import Question
 from graft.model.sampler import SamplingSettings
-from graft.settings import Settings, require
 
-STATES = ("cold", "warm", "persistent")
 STATELESS = "none"  # the state of a method that learns nothing
 _NUM_TRIAL_TOKENS = 16
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BenchSettings(Settings):
-    """How the prompts are decoded."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repeat: int = 1  # times each prompt is answered by each method
-    rows: int = 1  # prompts of a task that decode together
-
-    def __post_init__(self) -> None:
-        for name in ("repeat", "rows"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        self.sampling(())  # checks the other fields
-
-    def sampling(self, eos_token_ids: Sequence[int], max_new_tokens: int | None = None) -> SamplingSettings:
-        return SamplingSettings(
-            max_new_tokens=max_new_tokens or self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop_token_ids=tuple(eos_token_ids),
-        )
 
 
 @dataclass(frozen=True)
@@ -170,15 +141,6 @@ def run(
                 done += len(group)
                 watch(task, done, total)
         yield results
-
-
-def check_states(states: Sequence[str], has_warm_up: bool, rows: int = 1) -> None:
-    for state in states:
-        require(state in STATES, f"unknown state {state!r}: known are {', '.join(STATES)}")
-        require(states.count(state) == 1, f"state {state!r} is named twice; once is enough")
-    alone = rows == 1 or "persistent" not in states
-    require(alone, "state 'persistent' learns from prompt to prompt, and --rows decodes them together: leave one out")
-    require(has_warm_up or "warm" not in states, "state 'warm' needs --warmup FILE: name the file")
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

@@ -6,26 +6,18 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from graft.bench.baselines import ABLATIONS, POLICY_METHODS
+from graft.bench.baselines import ABLATIONS
 from graft.bench.baselines.ablations import WithoutEightBits
 from graft.bench.methods import Method, PolicyMethod
-from graft.bench.peers import PEERS, make_peer
+from graft.bench.peers import make_peer
+from graft.bench.settings import PEERS, check_names
 from graft.loading import tree_settings
-from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import with_tree
 
 _USUAL = PolicySettings()
-
-
-def check_names(names: Sequence[str], known: Sequence[str] = (*POLICY_METHODS, *PEERS)) -> None:
-    """Raise unless every name is known and given once."""
-    require(bool(names), f"no method is named; known: {', '.join(known)}")
-    for name in names:
-        require_known("method", name, known)
-        require(names.count(name) == 1, f"method {name!r} is named twice; once is enough")
 
 
 def make_methods(
@@ -38,7 +30,7 @@ def make_methods(
     exact: bool = False,
 ) -> list[Method]:
     """The methods with these names. rows: prompts that decode together and learn nothing from each other."""
-    check_names(names)
+    check_names(names, rows, assistant is not None)
     settings = replace(settings, isolated=rows > 1)
     methods: list[Method] = []
     for name in names:
@@ -47,9 +39,6 @@ def make_methods(
         else:
             own = _drafter_for(name, drafter, settings.budget, model.device)
             methods.append(PolicyMethod(name, model, own, settings, exact))
-    for method in methods:
-        one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
-        require(rows == 1 or method.is_batched, one_by_one)
     return methods
 
 

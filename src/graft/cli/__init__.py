@@ -1,7 +1,7 @@
 """The `graft` command, with one file per verb.
 
 A verb is a plain function with typer annotations. To add one, write `cli/VERB.py` and list it in `VERBS`. Verbs import
-heavy modules only when they run, which keeps `--help` fast.
+heavy modules only when they run, which keeps `--help` fast, and check their arguments before they import torch.
 """
 
 import errno
@@ -30,6 +30,7 @@ from graft.cli.terminal import one_line_warnings
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
+from graft.machine import let_waiting_threads_sleep
 from graft.version import __version__
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
@@ -43,7 +44,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: {"data": "prompts"}.get(name, name),  # --prompts was --data in some verbs
+    },
 )
 for verb in VERBS:
     app.command()(verb)
@@ -70,6 +74,7 @@ def main() -> None:
     """Run the command. Errors that the user can fix print one line on stderr and exit with status 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows other characters as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
+    let_waiting_threads_sleep()
     try:
         try:
             with one_line_warnings():

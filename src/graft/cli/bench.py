@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
+from graft.cli.options import LIMIT, LOADING, MODEL, PROMPTS, Given, Group, option, takes
 from graft.cli.terminal import aside, check_loading, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
@@ -68,7 +68,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="Folder for results.json, results.csv and report.html; required.")
     ] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="A file of prompts, which is one task; repeatable.")] = None,
+    prompts: Annotated[list[Path] | None, PROMPTS] = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -76,7 +76,7 @@ def bench(
             "paper-with-noise, block, block-paper, graft, graft-without-..., hf, hf-lookup, hf-assisted."
         ),
     ] = "off,graft",
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each task.")] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
     *,
     loading: Given,
@@ -86,7 +86,7 @@ def bench(
 ) -> None:
     """Decode the same prompts with several methods, and compare speed and accepted lengths.
 
-    Without --data, the prompts are six built-in tasks of ten prompts each.
+    Each file of prompts is a task. Without --prompts, there are six built-in tasks of ten prompts each.
 
     --as-cost-of SHAPE makes a Llama as slow as a larger one without changing its text: see docs/measuring.md.
 
@@ -96,22 +96,22 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    check_loading(loading)
-    from graft.bench.runner import BenchSettings, check_states
-    from graft.bench.runs import check_names, make_methods
+    from graft.bench.settings import BenchSettings, check_names, check_states
     from graft.bench.shapes import Shape
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks, without_repeats
     from graft.cli.results_table import run_and_show
     from graft.data import Prompt
-    from graft.loading import load_drafter
-    from graft.spec_decode.policies import PolicySettings
+    from graft.spec_decode.policy_settings import PolicySettings
 
     # Check all options before loading the model.
     settings = BenchSettings.of(decoding)
+    check_loading(loading | {"draft": heads.get("draft", "auto")}, settings.max_new_tokens)
+    if "assistant" in heads:
+        check_loading({"model": heads["assistant"]})
     names = [name.strip() for name in methods.split(",") if name.strip()]
     warmup: Path | None = learning.get("warmup")
     states = learning.get("state", ["cold" if warmup is None else "warm"])
-    check_names(names)
+    check_names(names, settings.rows, "assistant" in heads)
     check_states(states, warmup is not None, settings.rows)
     require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit needs --warmup FILE")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
@@ -119,11 +119,14 @@ def bench(
     policy = PolicySettings(budget, pass_cost, passes=passes)
     require(pass_cost is None or budget is not None, "--pass-cost needs --budget")
     shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
-    read = read_tasks(data, limit) if data else built_in_tasks(limit)
+    read = read_tasks(prompts, limit) if prompts else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     folder = checked_folder(out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
+    from graft.bench.runs import make_methods
+    from graft.loading import load_drafter
+
     model_name = loading.get("model", DEFAULT_MODEL)
     head_name = _head_name(heads.get("draft", "auto"), model_name)
     drafter = load_drafter(head_name, engine.target.model, None, engine.tokenizer) if head_name else None

@@ -10,7 +10,7 @@ import typer
 
 from graft.cli.bench import bench
 from graft.cli.extras import missing_extra
-from graft.cli.options import Given, Group, option, takes
+from graft.cli.options import LIMIT, PROMPTS, Given, Group, option, takes
 from graft.cli.terminal import notes
 
 LOAD: Group = {
@@ -28,7 +28,8 @@ LOAD: Group = {
 @takes(load=LOAD)
 def serve(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
-    data: Annotated[Path | None, typer.Option(help="A file of prompts, as for graft bench.")] = None,
+    prompts: Annotated[list[Path] | None, PROMPTS] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of the server.", envvar="GRAFT_API_KEY")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
     *,
@@ -44,17 +45,16 @@ def serve(
         from graft.bench.load import LoadSettings, load_test
     except ImportError as error:
         raise missing_extra(str(error.name), "bench") from error
-    from graft.bench.tasks import built_in_tasks
-    from graft.data import read_prompts
+    from graft.bench.tasks import built_in_tasks, read_tasks
 
     settings = LoadSettings.of(load)
-    prompts = read_prompts(data) if data is not None else [p for task in built_in_tasks(None) for p in task.prompts]
+    tasks = read_tasks(prompts, limit) if prompts else built_in_tasks(limit)
     with notes().status("sending requests ...") as status:
 
         def progress(num_done: int) -> None:
             status.update(f"{num_done} of {settings.requests} answered")
 
-        texts = [prompt.text for prompt in prompts]
+        texts = [prompt.text for task in tasks for prompt in task.prompts]
         figures = asyncio.run(load_test(url.rstrip("/"), texts, settings, api_key, progress))
     _show(figures)
     if out is not None:

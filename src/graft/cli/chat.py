@@ -31,7 +31,7 @@ def chat(
     [dim]Example:[/] graft chat --system "Answer in one sentence." --temperature 0.7
     """
     settings = sampling_settings(sampling)
-    engine = load_engine(loading, keep_learned=None)
+    engine = load_engine(loading, keep_learned=None, max_new_tokens=settings.max_new_tokens)
     assert engine.tokenizer is not None
     require(bool(engine.tokenizer.chat_template), "this model has no chat template; try graft generate --raw")
     conversation = Conversation(engine, settings, system)

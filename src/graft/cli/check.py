@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
+from graft.cli.options import LIMIT, LOADING, PROMPTS, SAMPLING, Given, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes
 from graft.data import Prompt, read_prompts, user_message
 from graft.errors import GraftError
@@ -28,8 +28,8 @@ _TOKENS_PER_ACCEPTED = 20  # at least one token in 20 must come from a tree
 
 @takes(loading=LOADING, sampling=SAMPLING)
 def check(
-    data: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    prompts: Annotated[list[Path], PROMPTS],
+    limit: Annotated[int | None, LIMIT] = None,
     min_accepted: Annotated[
         int | None,
         typer.Option(
@@ -55,13 +55,14 @@ def check(
 
     Exits with 1 too if so few tokens were accepted from trees that the comparison says little about speculation.
 
-    [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
+    [dim]Example:[/] graft check --prompts questions.jsonl --limit 5 --max-new-tokens 64
     """
     require(min_accepted is None or min_accepted >= 0, f"--min-accepted must be at least 0, not {min_accepted}")
     settings = sampling_settings(sampling)
-    files = {path: read_prompts(path, limit) for path in data}
+    files = {path: read_prompts(path, limit) for path in prompts}
     is_plain = loading.get("policy") == "off"
-    engine = load_engine(loading if is_plain else {"budget": _BUDGET} | loading)
+    wanted = loading if is_plain else {"budget": _BUDGET} | loading
+    engine = load_engine(wanted, max_new_tokens=settings.max_new_tokens)
     rows = list(_compare(engine, files, settings))
     report = _report(rows, engine, settings)
     if min_accepted is None:

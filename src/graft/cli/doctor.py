@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import LOADING, Given, takes
+from graft.cli.options import LIMIT, LOADING, PROMPTS, Given, takes
 from graft.cli.terminal import ProgressBars, load_engine
 from graft.hub.registry import DEFAULT_MODEL
-from graft.settings import check_size
+from graft.settings import check_size, require
+from graft.tuning import NUM_TRIALS
 
 if TYPE_CHECKING:
     from graft.engine import Engine
@@ -20,10 +22,8 @@ if TYPE_CHECKING:
 
 @takes(loading=LOADING)
 def doctor(
-    data: Annotated[
-        Path | None, typer.Option(help="JSON-lines file of prompts to measure with, instead of built-in ones.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(help="Number of prompts to measure with.")] = 6,
+    prompts: Annotated[list[Path] | None, PROMPTS] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 48,
     *,
     loading: Given,
@@ -32,23 +32,27 @@ def doctor(
 
     Each prompt is decoded plainly before and after Graft. If the two differ too much, there is no verdict.
 
+    Without --prompts, the prompts are built-in ones. Without --limit, it uses 6 prompts in all.
+
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
-    [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --data my-prompts.jsonl
+    [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --prompts my-prompts.jsonl
     """
-    from graft.bench.tasks import built_in_tasks
-    from graft.data import read_prompts, user_message
+    from graft.bench.tasks import built_in_tasks, read_tasks
+    from graft.data import user_message
     from graft.errors import GraftError
 
-    check_size("prompts", prompts)
+    is_count = any(str(path).isdecimal() and not path.exists() for path in prompts or ())
+    require(not is_count, "--prompts names a file; --limit is how many of its prompts to use")
     check_size("max_new_tokens", max_new_tokens)
-    if data is not None:  # a repeated prompt would be recalled, not decoded
-        texts = list(dict.fromkeys(prompt.text for prompt in read_prompts(data)))[:prompts]
-    else:  # the first prompts of each task, in turn
-        texts = [task.prompts[rank].text for rank in range(10) for task in built_in_tasks()][:prompts]
+    tasks = read_tasks(prompts, limit) if prompts else built_in_tasks(limit)
+    ranks = zip_longest(*([prompt.text for prompt in task.prompts] for task in tasks))  # of each task in turn
+    # A repeated prompt would be recalled, not decoded.
+    texts = list(dict.fromkeys(text for rank in ranks for text in rank if text is not None))
+    texts = texts[: NUM_TRIALS if limit is None else None]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
     try:
-        engine = load_engine(loading | {"prefix_cache": False})
+        engine = load_engine(loading | {"prefix_cache": False}, max_new_tokens=max_new_tokens)
     except GraftError as error:
         _print_line("supported", f"no: {error}")
         raise typer.Exit(1) from error

@@ -32,7 +32,7 @@ def drafters(
 
     [dim]Example:[/] graft drafters smollm2-135m
     """
-    check_loading({"model": model})
+    check_loading(loading | {"model": model})
 
     if (names := _unmeasured(model)) is not None:
         _show(model, names, {}, packaged_head_of(model) or NONE)

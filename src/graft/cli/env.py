@@ -32,8 +32,8 @@ def env(
 def _facts() -> dict[str, Any]:
     from graft.home import graft_home, model_folder
     from graft.hub.registry import PACKAGED_MODELS
-    from graft.model.support import TESTED_ARCHITECTURES
-    from graft.spec_decode.policies import POLICIES
+    from graft.model.architectures import TESTED_ARCHITECTURES
+    from graft.spec_decode.policy_settings import POLICY_NAMES
 
     home = graft_home()
     packages = {"graft": "graft-decoding", "torch": "torch", "transformers": "transformers"}
@@ -49,7 +49,7 @@ def _facts() -> dict[str, Any]:
             str(path.relative_to(home)): _size(path) for path in sorted(home.glob("*/[!.]*")) if path.is_dir()
         },
         "packaged_models": {name: model_folder(name).is_dir() for name in PACKAGED_MODELS},
-        "policies": list(POLICIES),
+        "policies": list(POLICY_NAMES),
         "architectures": list(TESTED_ARCHITECTURES),
     }
 

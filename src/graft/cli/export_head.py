@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from graft.hub.draft_names import check_place, packaged_head
-from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, check_model_name
+from graft.hub.draft_names import check_head, packaged_head
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.settings import require
 
 
@@ -34,15 +34,18 @@ def export_head(
 
     [dim]Example:[/] graft export-head my-head ./for-sglang --to sglang --model meta-llama/Llama-3.1-8B-Instruct
     """
-    check_place(head)
-    check_model_name(model)
-
+    from graft.hub.export import check_export
     from graft.hub.export import export_head as export
-    from graft.hub.load import load_config
+    from graft.load_options import config_of
 
+    check_head(head)
+    config_of(model)
+    check_export(out, to, results or [], load or [])
     called = name or (PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else model)
     require(
         name is not None or not Path(model).is_dir(), "the card needs a name for the target, not a folder: give --name"
     )
+    from graft.hub.load import load_config
+
     export(packaged_head(head) or head, out, to, called, load_config(model), results or [], load or [])
     print(f"The head for {to} is in {out}, with its model card in README.md")

@@ -46,7 +46,7 @@ def generate(
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
-    [dim]Example:[/] graft generate "Count to ten, twice." --budget 16 --show-tree --color-by-origin
+    [dim]Example:[/] graft generate "List the months of the year." --budget 16 --show-tree --color-by-origin
 
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """
@@ -59,7 +59,7 @@ def generate(
     require(
         can_stream or not (show_tree or color_by_origin), "--show-tree and --color-by-origin exclude --json and --n"
     )
-    engine = load_engine(loading, keep_learned=None)
+    engine = load_engine(loading, keep_learned=None, max_new_tokens=settings.max_new_tokens)
     message = text if raw else engine.user_message(text, system)
     if show_tree or color_by_origin:
         generation = _stream_with_rounds(engine, message, settings, show_tree, color_by_origin)

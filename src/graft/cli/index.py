@@ -10,7 +10,7 @@ import typer
 
 from graft.cli.terminal import ProgressBars, aside, notes, print_facts
 from graft.datastore.format import SHARD_TOKENS
-from graft.hub.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL, check_model_name
 
 index = typer.Typer(
     name="index",
@@ -38,10 +38,12 @@ def build(
 
     [dim]Example:[/] graft index build ~/notes src/ answers.jsonl --out my-index
     """
-    from graft.datastore.build import build_index
+    from graft.datastore.build import build_index, check_build
     from graft.datastore.corpus import Corpus
 
+    check_model_name(model)
     corpus = Corpus.under(paths)
+    check_build(corpus, out, shard_tokens, force)
     aside(f"Loading the tokenizer of {model} ...")
 
     from graft.hub.load import load_tokenizer

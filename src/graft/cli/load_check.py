@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from graft.cli.terminal import print_facts
-from graft.hub.draft_names import check_place, packaged_head
-from graft.hub.registry import DEFAULT_MODEL, check_model_name
+from graft.hub.draft_names import check_head, packaged_head
+from graft.hub.registry import DEFAULT_MODEL
+from graft.load_options import config_of
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ def load_check(
     head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or packaged name.", show_default=False)],
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
     slots: Annotated[
-        str | None, typer.Option(help="in-place or shifted, for a block head whose config does not say.")
+        Literal["in-place", "shifted"] | None,
+        typer.Option(help="For a block head whose config does not say."),
     ] = None,
 ) -> None:
     """Describe a draft head, load it, and check that it fits a model.
@@ -29,15 +31,15 @@ def load_check(
 
     [dim]Example:[/] graft load-check ./my-head --model smollm2-135m
     """
-    check_place(head)
-    check_model_name(model)
+    check_head(head)
+    config_of(model)
 
     import torch
 
+    from graft.folders import folder_of
     from graft.home import is_gguf
     from graft.hub.load import load_config
     from graft.spec_decode.proposers import block, eagle3
-    from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of
 
     head = str(packaged_head(head) or head)

@@ -32,6 +32,10 @@ def option(kind: Any, help: str, default: str | None = None, *, flag: str | None
     return Annotated[kind | None, typer.Option(*([flag] if flag else []), help=shown, **more)]
 
 
+# Files of prompts have these names in every verb.
+PROMPTS = typer.Option("--prompts", help="A JSON-lines file of prompts; repeatable.", metavar="FILE")
+LIMIT = typer.Option("--limit", help="Use only this many prompts of each file.", metavar="N")
+
 _model = functools.partial(option, rich_help_panel="Model")
 _sampling = functools.partial(option, rich_help_panel="Sampling")
 _ending = functools.partial(option, rich_help_panel="Stopping")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from graft.bench.methods import Method
     from graft.bench.results import Results
-    from graft.bench.runner import BenchSettings
+    from graft.bench.settings import BenchSettings
     from graft.bench.tasks import Question
     from graft.engine import Engine
 

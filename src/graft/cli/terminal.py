@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from rich.console import Console
 from graft.cli.options import Given
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
+from graft.machine import WAITING
 
 if TYPE_CHECKING:
     from graft.engine import Engine
@@ -52,21 +54,30 @@ def _readable(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | None = False) -> Engine:
+def load_engine(
+    loading: Given, isolated: bool = False, keep_learned: bool | None = False, max_new_tokens: int | None = None
+) -> Engine:
     """Load the engine that the options describe.
 
     isolated: texts do not learn from each other. keep_learned: used if the options do not say; see `load`.
+    max_new_tokens: of the answers, for which the model's context must have room.
     """
-    check_loading(loading)
+    check_loading(loading, max_new_tokens)
     # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
+    if os.environ.get(WAITING) == "passive":
+        aside(
+            f"Threads sleep while they wait for each other ({WAITING}=passive), because other programs use the cores."
+        )
 
     given: Given = {"keep_learned": keep_learned}
-    without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with without_garbage_collection():
+        from graft.device_info import pick_device
+
+        pick_device(loading.get("device", "auto"))  # needs torch alone, and transformers takes longer
         from graft.loading import load
 
-        engine = load(**given | loading | without, isolated=isolated)
+        engine = load(**given | _without_none(loading), isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 
@@ -83,12 +94,18 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def check_loading(loading: Given) -> None:
-    """Check the options before torch is imported, which takes seconds."""
+def check_loading(loading: Given, max_new_tokens: int | None = None) -> None:
+    """Check the options before torch is imported, which takes seconds. max_new_tokens: of the answers."""
     from graft.load_options import check_load_options
 
-    checked = {name: loading[name] for name in ("policy", "budget", "datastore") if name in loading}
-    check_load_options(str(loading.get("model", DEFAULT_MODEL)), **checked)
+    unchecked = ("exact", "keep_learned", "prefix_cache")
+    checked = {name: value for name, value in _without_none(loading).items() if name not in unchecked}
+    check_load_options(**checked, max_new_tokens=max_new_tokens)
+
+
+def _without_none(loading: Given) -> Given:
+    """The options as `load` takes them, which has no word for no drafter and no profile."""
+    return loading | {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
 
 
 def _show_preparation(report: Report) -> None:

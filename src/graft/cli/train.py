@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
+from graft.cli.options import LIMIT, MODEL, PROMPTS, Given, Group, option, takes
+from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
 from graft.data import read_prompts
+from graft.hub.draft_names import check_head
 from graft.settings import require, require_known
 
 if TYPE_CHECKING:
@@ -128,12 +130,12 @@ _RIGHT = (
 @takes(loading=MODEL, answering=ANSWERING, training=TRAINING, of_kind=OF_KINDS)
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the new head or draft model.")],
-    prompts: Annotated[list[Path] | None, typer.Option(help="A JSON-lines file of prompts; repeatable.")] = None,
+    prompts: Annotated[list[Path] | None, PROMPTS] = None,
     answers: Annotated[
         Path | None, typer.Option(help="Instead of --prompts: the work/answers folder of an earlier training.")
     ] = None,
     kind: Annotated[str, typer.Option(help="eagle3, dflash, treeflash or depth-pruned.")] = "eagle3",
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop after this long; the same command resumes.")] = None,
     *,
     loading: Given,
@@ -160,23 +162,25 @@ def train(
     require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     _check_kind(kind, of_kind)
     texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
-    check_loading(loading)
-
-    from graft.train.generate_data import AnswerSettings
-    from graft.train.recipe import WORK, train_head
+    require(answers is None or answers.is_dir(), f"there is no folder {answers}: name the work/answers of a training")
+    from graft.train.settings import AnswerSettings
 
     if "temperatures" in answering:
         answering["temperatures"] = tuple(answering["temperatures"])
     answer_settings = AnswerSettings.of(answering)
     recipe = _recipe(kind, training, of_kind)
     checked_folder(out)
-    engine = load_engine(loading | {"policy": "off"})
+    engine = load_engine(
+        loading | {"policy": "off"}, max_new_tokens=answer_settings.max_new_tokens if prompts else None
+    )
+    from graft.train.recipe import WORK, train_head
+
     try:
         with ProgressBars() as progress:
             if kind in ("eagle3", "depth-pruned"):
                 progress.say(_RIGHT)
             seconds = math.inf if max_seconds is None else max_seconds
-            outcome = train_head(engine, texts, out, recipe, answer_settings, progress.show, answers, seconds)
+            outcome = train_head(engine, texts, out, recipe(), answer_settings, progress.show, answers, seconds)
     except KeyboardInterrupt as stop:
         words = "Stopped. The same command continues from the last answers and steps that were saved in"
         notes().print(f"{words} {out / WORK}.", markup=False, soft_wrap=True)
@@ -200,31 +204,43 @@ def _check_kind(kind: str, of_kind: Given) -> None:
         require(fits, f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
 
 
-def _recipe(kind: str, training: Given, of_kind: Given) -> Recipe:
-    """The recipe of a kind, with its options."""
-    from graft.train.block import BlockSettings, BlockShape
-    from graft.train.depth_pruned import DepthPrunedSettings
-    from graft.train.eagle3 import Eagle3Settings
-    from graft.train.recipe import BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
+def _recipe(kind: str, training: Given, of_kind: Given) -> Callable[[], Recipe]:
+    """Makes the recipe of a kind. Its options are checked now, and torch is imported when it is made."""
+    from graft.train.settings import BlockSettings, BlockShape, DepthPrunedSettings, Eagle3Settings
 
-    if kind == "eagle3":
-        own = {name: of_kind.pop(name) for name in ("draft_vocab_size", "is_normed", "start_from") if name in of_kind}
-        return Eagle3Recipe(Eagle3Settings.of(training | of_kind), **own)
+    start_from = of_kind.get("start_from")
+    if start_from is not None:
+        check_head(str(start_from))
     count = of_kind.get("num_layers", 1)
     require(count >= 1, f"--layers must be at least 1, not {count}")
-    if kind == "depth-pruned":
-        return DepthPrunedRecipe(DepthPrunedSettings.of(training | _part(of_kind, PRUNED)), of_kind.get("num_layers"))
-    if "target_layers" in of_kind:
-        of_kind["target_layers"] = tuple(of_kind["target_layers"])
     mib = of_kind.get("max_file_mib")
     require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
-    return BlockRecipe(
-        BlockSettings.of(training | _part(of_kind, HEADS | BLOCK)),
-        BlockShape.of(_part(of_kind, LAYERS | SHAPE)),
+    if "target_layers" in of_kind:
+        of_kind["target_layers"] = tuple(of_kind["target_layers"])
+    if kind == "eagle3":
+        own = {name: of_kind.pop(name) for name in ("draft_vocab_size", "is_normed", "start_from") if name in of_kind}
+        return _made("Eagle3Recipe", settings=Eagle3Settings.of(training | of_kind), **own)
+    if kind == "depth-pruned":
+        pruning = DepthPrunedSettings.of(training | _part(of_kind, PRUNED))
+        return _made("DepthPrunedRecipe", settings=pruning, num_layers=of_kind.get("num_layers"))
+    return _made(
+        "BlockRecipe",
+        settings=BlockSettings.of(training | _part(of_kind, HEADS | BLOCK)),
+        shape=BlockShape.of(_part(of_kind, LAYERS | SHAPE)),
         conditional=kind == "treeflash",
-        start_from=of_kind.get("start_from"),
+        start_from=start_from,
         max_file_bytes=None if mib is None else mib * 2**20,
     )
+
+
+def _made(name: str, **facts: Any) -> Callable[[], Recipe]:
+    def make() -> Recipe:
+        from graft.train import recipe
+
+        made: Recipe = getattr(recipe, name)(**facts)
+        return made
+
+    return make
 
 
 def _part(given: Given, group: Group) -> Given:

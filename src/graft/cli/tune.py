@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from graft.cli.options import LOADING, MODEL, Given, Group, takes
+from graft.cli.options import LIMIT, LOADING, MODEL, PROMPTS, Given, Group, takes
 from graft.cli.terminal import ProgressBars, check_loading, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
-from graft.tuning import MIN_PROMPTS
+from graft.tuning import MIN_PROMPTS, NUM_TRIALS
 
 TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
 
 @takes(loading=TUNING)
 def tune(
-    prompts: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
-    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    prompts: Annotated[list[Path], PROMPTS],
+    limit: Annotated[int | None, LIMIT] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
     temperature: Annotated[
@@ -39,11 +39,11 @@ def tune(
 
     Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
 
-    It needs at least 5 prompts, and measures the drafter's speed-up on a fifth of them.
+    It measures the drafter's speed-up on a fifth of the prompts. It needs at least 5, and 30 or more to say much.
 
     graft drafters lists these results, and --draft auto uses the fastest drafter.
 
-    [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
+    [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 40
     """
     from graft.bench.tasks import questions, read_tasks
     from graft.model.sampling_settings import SamplingSettings
@@ -63,7 +63,7 @@ def tune(
         f"graft tune needs at least {MIN_PROMPTS} different prompts, a fifth of them to measure with, not {count}: "
         "give more, or make a profile without times with --portable",
     )
-    check_loading(loading)
+    check_loading(loading, max_new_tokens)
 
     from graft.hub.draft_names import packaged_head_of
     from graft.hub.drafters import NAMED
@@ -98,3 +98,7 @@ def tune(
         remember(profile.about, result)
         words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
+        if len(trials) < NUM_TRIALS:
+            counts = f"learned from {len(lessons)} prompts and measured on {len(trials)}"
+            more = f"give {MIN_PROMPTS * NUM_TRIALS} or more, {NUM_TRIALS} of them to measure with"
+            notes().print(f"warning: this says little, {counts}: {more}", markup=False, soft_wrap=True)

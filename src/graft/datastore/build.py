@@ -54,11 +54,7 @@ def build_index(
     report: Callable[[Report], None] = lambda report: None,
 ) -> Header:
     """Index the corpus into `folder`. force: replace an existing index. options: stored for information."""
-    require(
-        1 <= shard_tokens <= _MAX_SHARD_TOKENS,
-        f"shard_tokens must be between 1 and {_MAX_SHARD_TOKENS}, not {shard_tokens}",
-    )
-    require(bool(corpus.sources), "there is nothing to index: no text under the given paths")
+    check_build(corpus, folder, shard_tokens, force)
     vocab_size = int(max(tokenizer.get_vocab().values())) + 1
     with _scratch(folder, force) as scratch:
         writer = _Writer(scratch, vocab_size, shard_tokens, report)
@@ -81,6 +77,16 @@ def build_index(
         )
         write_header(scratch, header)
     return header
+
+
+def check_build(corpus: Corpus, folder: Path, shard_tokens: int, force: bool) -> None:
+    """Raise a GraftError for what `build_index` cannot do, before a tokenizer is loaded."""
+    require(
+        1 <= shard_tokens <= _MAX_SHARD_TOKENS,
+        f"shard_tokens must be between 1 and {_MAX_SHARD_TOKENS}, not {shard_tokens}",
+    )
+    require(bool(corpus.sources), "there is nothing to index: no text under the given paths")
+    _check_free(folder, force)
 
 
 def sorted_suffixes(tokens: NDArray[Any]) -> Iterator[NDArray[np.uint32]]:

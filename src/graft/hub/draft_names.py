@@ -1,12 +1,14 @@
 """Names of drafters, without torch: those made from the target itself, and the packaged heads."""
 
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from graft.errors import GraftError
+from graft.folders import folder_of, read_config
 from graft.home import check_no_adapter, is_gguf, is_hub_id, model_folder
 from graft.hub.manifest import packaged_name
 from graft.hub.registry import PACKAGED_MODELS, suggestion
+from graft.settings import require
 
 MTP, EARLY_EXIT, NONE = "mtp", "early-exit", "none"  # none: retrieval alone
 _HEADS = Path(__file__).parents[1] / "heads"
@@ -31,18 +33,49 @@ def is_here(draft: str) -> bool:
     return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
 
 
-def check_place(draft: str, own: Collection[str] = ()) -> None:
-    """Raise a GraftError for a PEFT adapter, and for a name that is neither packaged, nor a folder, nor a hub id.
+def named_layer(draft: str) -> int | None:
+    """The layer of early-exit:LAYER; None if it names none."""
+    _, colon, word = draft.partition(":")
+    if not colon:
+        return None
+    try:
+        return int(word)
+    except ValueError as error:
+        raise GraftError(f"--draft {EARLY_EXIT}:LAYER takes a whole number, not {word!r}") from error
 
-    own: names of drafters that are made from the target.
-    """
-    path = Path(draft).expanduser()
+
+# Drafters made from the target itself, called NAME or NAME:VARIANT: a check of such a name.
+OWN: dict[str, Callable[[str], object]] = {MTP: lambda draft: None, EARLY_EXIT: named_layer}
+
+
+def name_of(draft: str) -> str:
+    """NAME of NAME:VARIANT. For drafters that are not made from the target this is no key of `OWN`."""
+    return draft.partition(":")[0]
+
+
+def check_draft(draft: str) -> None:
+    """Raise a GraftError if there is no such drafter, without loading it."""
+    if draft in (*PACKAGED_MODELS, *OWN):
+        return
+    if name_of(draft) in OWN:
+        OWN[name_of(draft)](draft)
+    elif draft.endswith(".gguf"):
+        require(is_gguf(draft), f"no drafter at {draft}: there is no such file")
+    else:
+        check_head(draft, f"neither {' nor '.join(OWN)}, nor packaged")
+
+
+def check_head(head: str, what_else: str = "neither packaged") -> None:
+    """Raise a GraftError for a head or small model that is not there. what_else: it could be, for the error."""
+    path = Path(head).expanduser()
+    if packaged_head(head) is not None or is_gguf(head):
+        return
     if path.is_dir():
         check_no_adapter(path)
-    elif not path.exists() and not is_hub_id(draft) and packaged_head(draft) is None:
-        names = [" nor ".join(own)] if own else []
-        kinds = ", nor ".join([*names, "packaged", "a local folder", "a hub id (owner/name)"])
-        raise GraftError(f"no drafter at {draft!r}: it is neither {kinds}; {suggestion(draft, own)}")
+    elif not path.exists() and not is_hub_id(head):
+        kinds = f"{what_else}, nor a local folder, nor a hub id (owner/name)"
+        raise GraftError(f"no drafter at {head!r}: it is {kinds}; {suggestion(head, OWN)}")
+    read_config(folder_of(head, ("config.json",)))
 
 
 def smaller_models(name: str, num_bytes: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 A name is one of three things: a key of `NAMED`, for drafters made from the target itself; a packaged model or head; or
 a folder, GGUF file or hub id, whose config.json says what it holds. Register a new drafter of the target's own parts
-here. A new kind of head file also needs `proposers.head_kinds`, which recognises it, and `proposers.factory`, which
-runs it.
+here, and its name in `draft_names`. A new kind of head file also needs `proposers.head_kinds`, which recognises it, and
+`proposers.factory`, which runs it.
 """
 
 import math
@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graft.folders import folder_of, read_config
 from graft.home import is_gguf
-from graft.hub.draft_names import check_place, packaged_head
+from graft.hub.draft_names import EARLY_EXIT, MTP, name_of, named_layer, packaged_head
 from graft.hub.registry import PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
@@ -26,7 +27,7 @@ from graft.model.unusual_layers import output_weight
 from graft.settings import require
 from graft.spec_decode.proposers import block, early_exit, mtp
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said_of
+from graft.spec_decode.proposers.checkpoints import said_of
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -46,7 +47,6 @@ class NamedDrafter:
 
     is_for: Callable[[PreTrainedModel], bool]
     load: Callable[[str, PreTrainedModel, TreeSettings | None, Any | None], AnyDrafter]  # the last is a tokenizer
-    check: Callable[[str], object] = lambda draft: None  # raises a GraftError for an unknown VARIANT
     choose: Callable[[PreTrainedModel, Sequence[list[int]]], str] | None = None  # the best NAME:VARIANT for prompts
 
 
@@ -57,39 +57,26 @@ def _load_mtp(draft: str, model: PreTrainedModel, tree: TreeSettings | None, tok
 
 
 def _load_exit(draft: str, model: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None) -> AnyDrafter:
-    layer = early_exit.named_layer(draft)
+    layer = named_layer(draft)
     if layer is None:
         layer = early_exit.choose_exit_layer(model, early_exit.usual_prompts(model, tokenizer))
     return early_exit.EarlyExitDrafter(model, layer, tree)
 
 
 NAMED = {
-    mtp.MTP: NamedDrafter(mtp.has_head, _load_mtp),
-    early_exit.EARLY_EXIT: NamedDrafter(
+    MTP: NamedDrafter(mtp.has_head, _load_mtp),
+    EARLY_EXIT: NamedDrafter(
         lambda model: True,
         _load_exit,
-        early_exit.named_layer,
-        lambda model, prompts: f"{early_exit.EARLY_EXIT}:{early_exit.choose_exit_layer(model, prompts)}",
+        lambda model, prompts: f"{EARLY_EXIT}:{early_exit.choose_exit_layer(model, prompts)}",
     ),
 }
 
 
-def name_of(draft: str) -> str:
-    """NAME of NAME:VARIANT. For other drafters this is no key of `NAMED`."""
-    return draft.partition(":")[0]
-
-
-def check_draft(draft: str) -> None:
-    """Raise a GraftError if there is no such drafter, without loading it."""
-    if draft in (*PACKAGED_MODELS, *NAMED):
-        return
-    if name_of(draft) in NAMED:
-        NAMED[name_of(draft)].check(draft)
-    elif draft.endswith(".gguf"):
-        require(is_gguf(draft), f"no drafter at {draft}: there is no such file")
-    else:
-        check_place(draft, NAMED)
-        read_config(folder_of(draft, ("config.json",)))
+def check_kind(draft: str) -> None:
+    """Raise a GraftError for a folder or hub id that holds no drafter, before any weights are read."""
+    if name_of(draft) not in NAMED and draft not in PACKAGED_MODELS and not is_gguf(draft):
+        kind_of(folder_of(draft, ("config.json",)))
 
 
 def is_possible(draft: str, model: PreTrainedModel) -> bool:

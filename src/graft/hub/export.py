@@ -4,25 +4,24 @@ A head is exported with a model card: a description, measurements, and the comma
 files that benchmarks wrote.
 """
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from graft.errors import GraftError
 from graft.files import read_json
-from graft.integrations.sglang.settings import check_residual
+from graft.folders import folder_of, read_config
 from graft.rendering import render
 from graft.settings import require
-from graft.spec_decode.proposers import block, eagle3
-from graft.spec_decode.proposers.checkpoints import folder_of, read_config
-from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
-from graft.spec_decode.proposers.head_kinds import kind_of
 from graft.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
 
 # The layout of EAGLE-3 heads that each engine reads.
 ENGINES = {"sglang": "specforge", "vllm": "safeailab", "speculators": "speculators"}
@@ -64,9 +63,11 @@ def export_head(
     model: the target's name on the card. results: files of `graft bench --out`. load: files of
     `benchmarks/batched_serving.py --out`.
     """
-    require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
-    tables = [accepted_table(read_json(path), path) for path in results]
-    tables += [load_table(read_json(path), path) for path in load]
+    tables = check_export(folder, engine, results, load)
+    from graft.integrations.sglang.settings import check_residual
+    from graft.spec_decode.proposers import block, eagle3
+    from graft.spec_decode.proposers.head_kinds import kind_of
+
     source = folder_of(head)
     kind = kind_of(source)
     require(kind != "model", f"{head} is a whole model, not a head: any engine takes it as it is")
@@ -93,10 +94,20 @@ def export_head(
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
+def check_export(folder: Path, engine: str, results: Sequence[Path] = (), load: Sequence[Path] = ()) -> list[str]:
+    """The tables of the card. Raises a GraftError for what `export_head` cannot do, without importing torch."""
+    require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
+    _check_new(folder)
+    tables = [accepted_table(read_json(path), path) for path in results]
+    return tables + [load_table(read_json(path), path) for path in load]
+
+
 def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """What a speculators config says about the target."""
     if engine != "speculators":
         return {}
+    from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
+
     constants: Any = EAGLE3_LAYOUTS["speculators"].constants["speculators_config"]
     return {"speculators_config": {**constants, "verifier": verifier}}
 
@@ -143,16 +154,22 @@ def _format_errors(path: Path, writer: str) -> Iterator[None]:
 
 def _dtype(folder: Path) -> torch.dtype:
     """The dtype that the config names, or bf16, as most heads are published."""
+    import torch
+
     name = read_config(folder).get("torch_dtype") or read_config(folder).get("dtype")
     found = getattr(torch, str(name), None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def _new_folder(folder: Path) -> Path:
-    require(not folder.exists() or folder.is_dir(), f"{folder} is a file: choose a folder")
-    require(not (folder.is_dir() and any(folder.iterdir())), f"{folder} is not empty: choose a new folder")
+    _check_new(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GraftError(f"cannot write to {folder}: {error.strerror}") from error
     return folder
+
+
+def _check_new(folder: Path) -> None:
+    require(not folder.exists() or folder.is_dir(), f"{folder} is a file: choose a folder")
+    require(not (folder.is_dir() and any(folder.iterdir())), f"{folder} is not empty: choose a new folder")

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from graft.errors import GraftError, ModelError
+from graft.folders import first_line, folder_of, missing_file
 from graft.home import check_no_adapter, is_gguf
 from graft.hub.manifest import version_of
 from graft.hub.pull import convert_once, pull
@@ -122,7 +123,7 @@ def load_config(name: str) -> PreTrainedConfig:
         with quiet_transformers():
             return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the config of {name}: {_first_line(error)}") from error
+        raise ModelError(f"cannot read the config of {name}: {first_line(error)}") from error
 
 
 def _source(name: str) -> Path | str:
@@ -136,6 +137,7 @@ def _source(name: str) -> Path | str:
     if path.is_dir():
         check_no_adapter(path)
         return path
+    folder_of(name, ("config.json",), "model")  # if the hub cannot be reached, transformers would try for long
     return name
 
 
@@ -145,32 +147,25 @@ def _reason(source: Path | str, error: Exception) -> str:
     if isinstance(error, UnpicklingError):
         return "its .bin weights are damaged or hold more than tensors; use a copy in safetensors"
     if isinstance(source, Path):
-        return _unreadable_part(source) or _first_line(error)
-    return f"there is no such folder, and as a hub id: {_first_line(error)}"
+        return _unreadable_part(source) or first_line(error)
+    return f"there is no such folder, and as a hub id: {first_line(error)}"
 
 
 def _unreadable_part(folder: Path) -> str | None:
     """The first fault in a model folder's files. Called only after loading has failed."""
-    if not (folder / "config.json").is_file():
-        return f"{folder / 'config.json'} is missing; give a folder written by save_pretrained"
     for path in sorted(folder.glob("*.json")):
         try:
             json.loads(path.read_bytes())
         except ValueError:
             return f"{path} is not valid JSON; copy it again"
-    weights = sorted(folder.glob("*.safetensors"))
-    for path in weights:
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass
         except SafetensorError as error:
             return f"{path} is damaged or cut off ({error}); copy it again"
-    if not weights and not any(folder.glob("*.bin")):
-        return f"{folder / 'model.safetensors'} is missing; copy the weights into the folder"
+    if (missing := missing_file(folder)) is not None:
+        return missing
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return f"{folder / 'tokenizer.json'} is missing; copy the tokenizer's files into the folder"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(". ")

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from graft.hub.manifest import check_sizes, record_files, version_of, write_mani
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 _BF16_BYTES = 2  # per weight
+_CAUSE = re.compile(r"\[Errno[^\]]*\][^'\")]*|timed out")  # in pip's words about a connection
 _DIGITS = 12  # digits of the hash in the name of a converted file's folder
 
 
@@ -210,7 +212,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
     done = subprocess.run(
         command,
         # pip downloads to a temporary folder first. This one is on the disk that was checked for space.
-        env=os.environ | {"TMPDIR": str(into)},
+        env={"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(into)},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # pip's progress bar
         stderr=subprocess.PIPE,
@@ -221,6 +223,13 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
     if done.returncode != 0:
         if "No space left" in done.stderr:
             raise OSError(errno.ENOSPC, "No space left on device")
+        if "connection broken by" in done.stderr:  # pip then says that there is no such version
+            cause = _CAUSE.findall(done.stderr)
+            why = f" ({cause[-1]})" if cause else ""
+            raise ModelError(
+                f"could not fetch {requirement}: the package index cannot be reached{why}: check the network and "
+                f"`pip config list`, or give a local folder with --model{if_gone}"
+            )
         last_lines = " | ".join(done.stderr.strip().splitlines()[-3:])
         raise ModelError(
             f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}{if_gone}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,19 @@ def speed_up(model: nn.Module) -> bool:
         model.set_submodule(name, FewTokensLinear.sharing(layer))
         pack(layer.weight)
     return True
+
+
+@contextmanager
+def torchs_linear(model: nn.Module) -> Iterator[None]:
+    """Run the model's linear layers by torch alone, as they were before `speed_up`."""
+    layers = [layer for layer in model.modules() if type(layer) is FewTokensLinear]
+    for layer in layers:
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = FewTokensLinear
 
 
 def _is_readable(weight: Tensor) -> bool:

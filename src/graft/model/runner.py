@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from graft.model import attention
+from graft.model.context import max_positions
 from graft.model.cpu_layers import CpuModel, Fused, why_not_on_cpu
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
@@ -51,7 +52,7 @@ class TargetRunner:
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self.vocab_size = _num_logits(model)
-        self.max_positions = _max_positions(config)
+        self.max_positions = max_positions(config)
         # Whether layers ask the cache for their tokens' positions.
         self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self.progress: Callable[[Report], None] = lambda report: None  # called during one-time work
@@ -320,17 +321,3 @@ def _num_logits(model: PreTrainedModel) -> int:
     """Outputs of the last layer, which may be more than the config's vocabulary. Its weight may be packed."""
     output: Any = model.get_output_embeddings()
     return output.out_features if output is not None else model.config.get_text_config().vocab_size
-
-
-def _max_positions(config: PreTrainedConfig) -> int | None:
-    """The model's context length; None: no limit.
-
-    With longrope, the rotation of all tokens changes once a forward goes past the original context. A tree reaches
-    further than plain decoding and could change the text there, so such a model's context ends before.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-        return int(original)
-    return limit

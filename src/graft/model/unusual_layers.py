@@ -6,6 +6,7 @@ run their own code. Which layers are plain: `plain_modules`.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -20,8 +21,9 @@ from graft.model.cpu_linear import FewTokensLinear
 from graft.model.overrides import evaluating
 from graft.model.plain_modules import is_plain_linear
 
-# A token's result may change by this share of its size when other tokens are in the forward. Rounding to bfloat16
-# changes it by 0.004 at most, a scale that all tokens share by 0.04 and more.
+# A layer's result may change by this share of its size when other tokens are in the forward, or when its input is split
+# into two. In bfloat16 it changes by 0.004 at most; a scale that all tokens share changes it by 0.04 and more, and
+# activations of 8 bits by 0.025 and more.
 _ROUNDING = 0.01
 _NUM_OTHERS, _SIZE_OF_OTHERS = 12, 1e4  # float16 ends at 65,504
 _COMPUTED: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()  # see `output_weight`
@@ -70,21 +72,33 @@ def check_tokens_apart(model: PreTrainedModel) -> None:
     """Raise a GraftError if a layer gives a token another result when other tokens are in the forward.
 
     Such a layer scales the activations of all tokens together, so trees and batches would change the model's texts. One
-    layer of each kind is tried: with one token alone, and beside tokens of larger activations.
+    layer of each kind is tried: with one token alone, and beside tokens of larger activations. A layer that only rounds
+    activations to few bits is taken with a warning.
     """
     layers = unusual_layers(model)
     if not layers:
         return
     with evaluating(model):
         shapes = _run_once(model, layers)
+        rounded = None
         for name, layer in _one_of_each_kind(layers).items():
-            if (change := _change_among_others(layer, model, shapes.get(name, 3))) > _ROUNDING:
+            shape = [1] * (shapes.get(name, 3) - 2) + [-1, layer.in_features]
+            if not _loss_of_sums(layer, model, shape) <= _ROUNDING:  # also if it is not a number
+                rounded = rounded or f"{name} ({_kind_of(layer)})"
+            if not (change := _change_among_others(layer, model, shape)) <= _ROUNDING:
                 raise GraftError(
                     f"{type(model).__name__} scales all tokens of a forward together, so its text depends on how many "
                     f"there are: {name} ({_kind_of(layer)}) changes its result for a token by {change:.0%} when larger "
                     "ones are beside it. Use weights whose activations keep 16 bits or have a scale for each token; "
                     "with bitsandbytes in 8 bits, llm_int8_threshold=0"
                 )
+    if rounded is not None:
+        warnings.warn(
+            f"{type(model).__name__} rounds activations to few bits, in {rounded} for example. That turns the rounding "
+            "of floating point into larger differences between forwards of different sizes: a text with trees may "
+            "differ from plain decoding also where no tie is near",
+            stacklevel=3,
+        )
 
 
 def _run_once(model: Any, layers: dict[str, Any]) -> dict[str, int]:
@@ -117,18 +131,39 @@ def _one_of_each_kind(layers: dict[str, Any]) -> dict[str, Any]:
     return {name: layers[name] for name in found.values()}
 
 
-def _change_among_others(layer: Any, model: PreTrainedModel, num_dimensions: int) -> float:
+def _change_among_others(layer: Any, model: PreTrainedModel, shape: list[int]) -> float:
     """By how much a layer's result for a token changes, as a share of its size, when larger tokens are beside it."""
-    place = next((each.device for each in (*layer.parameters(), *layer.buffers())), model.device)
-    generator = torch.Generator().manual_seed(0)  # the global one is the user's
-    noise = torch.randn(1 + _NUM_OTHERS, layer.in_features, generator=generator)
+    noise = _noise(1 + _NUM_OTHERS, layer)
     # The token has one large number. A scale of 8 bits for it alone loses the small ones, another scale may keep them.
     token = 0.015 * noise[:1].sign()
     token[0, 0] = 5.0
-    inputs = torch.cat([token, _SIZE_OF_OTHERS * noise[1:].sign()]).to(place, model.dtype)
-    inputs = inputs.view(*[1] * (num_dimensions - 2), *inputs.shape)
+    inputs = torch.cat([token, _SIZE_OF_OTHERS * noise[1:].sign()]).to(_place_of(layer, model), model.dtype).view(shape)
     alone, among = layer(inputs[..., :1, :]).float(), layer(inputs)[..., :1, :].float()
-    return float((among - alone).norm() / alone.norm().clamp(min=1e-30))
+    return _share(among - alone, alone)
+
+
+def _loss_of_sums(layer: Any, model: PreTrainedModel, shape: list[int]) -> float:
+    """By how much the result for a sum differs from the sum of results, as a share: what rounding of inputs loses."""
+    first, second = _noise(2, layer) * 0.15
+    first[0], second[0] = 2.0, -2.0  # they make the scales of the parts coarser, and cancel out in the sum
+    none, *results = (
+        layer(inputs.to(_place_of(layer, model), model.dtype).view(shape)).float()
+        for inputs in (torch.zeros_like(first), first, second, (first + second))
+    )
+    return _share(results[0] + results[1] - none - results[2], results[2])
+
+
+def _noise(count: int, layer: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the global one is the user's
+    return torch.randn(count, layer.in_features, generator=generator)
+
+
+def _place_of(layer: nn.Module, model: PreTrainedModel) -> torch.device:
+    return next((each.device for each in (*layer.parameters(), *layer.buffers())), model.device)
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return float(part.norm() / whole.norm().clamp(min=1e-30))
 
 
 def readable_weights(model: nn.Module) -> dict[str, Tensor]:

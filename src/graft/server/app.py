@@ -24,7 +24,7 @@ from graft.errors import ContextError, GraftError
 from graft.server import openapi
 from graft.server.chat import ChatTemplate
 from graft.server.grammar import Grammars
-from graft.server.guard import OPEN, PAGE_FILES, Guard, record_refusal
+from graft.server.guard import OPEN, PAGE_FILES, PAGE_HEADERS, Guard, record_refusal
 from graft.server.metrics import Metrics
 from graft.server.refusals import Json, RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
@@ -34,15 +34,6 @@ from graft.server.settings import ServeSettings
 from graft.server.startup import Startup
 from graft.settings import require
 from graft.version import __version__
-
-_PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 _MAX_NAME = 64  # characters of an unknown field's name in an error
 _PLAIN_TYPES = ("str", "int", "float", "bool")
@@ -238,6 +229,6 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
     def serve() -> Response:  # takes no parameters: a query could set them to name any file
-        return FileResponse(file, headers=_PAGE_HEADERS)
+        return FileResponse(file, headers=PAGE_HEADERS)
 
     app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

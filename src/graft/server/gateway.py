@@ -1,4 +1,4 @@
-"""The gateway listens while the model loads and answers that the server is loading; then it passes requests to the app.
+"""The gateway listens while the model loads, and answers how far it is; then it passes requests to the app.
 
 Nothing here imports torch, so that the first answer comes within a second.
 """
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from graft.server.guard import Guard, record_refusal
+from graft.rendering import render
+from graft.server.guard import PAGE_HEADERS, Guard, record_refusal
 from graft.server.metrics import Metrics
 from graft.server.refusals import RefusedError
 from graft.server.settings import ServeSettings
@@ -35,7 +36,8 @@ class Gateway:
         self, settings: ServeSettings, model_name: str, make_app: Callable[[Startup, Metrics], FastAPI]
     ) -> None:
         """make_app: loads the model; runs in a thread of its own."""
-        self.metrics = Metrics(settings.served_model_name or model_name)
+        self._model_name = settings.served_model_name or model_name
+        self.metrics = Metrics(self._model_name)
         self.startup = Startup()
         self.failure: BaseException | None = None  # the error that ended the loading
         self.on_failure: Callable[[], None] = lambda: None
@@ -43,6 +45,7 @@ class Gateway:
         self._app: FastAPI | None = None
         self._lifespan: AbstractAsyncContextManager[Any] | None = None
         self._is_stopping = False
+        self._has_page = settings.page
         self._guarded = Guard(self._answer, settings, self.metrics)
         self._thread = threading.Thread(target=self._load, name="graft-loading", daemon=True)
 
@@ -106,6 +109,9 @@ class Gateway:
             response = JSONResponse({"version": __version__})
         elif path == "/metrics":
             response = self.metrics.response()
+        elif path == "/" and self._has_page and not self._is_stopping:
+            facts = self.startup.details(status) | {"model": self._model_name}
+            response = HTMLResponse(render("loading.html", **facts), 503, PAGE_HEADERS | {"Retry-After": "1"})
         else:
             stopping = RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
             refusal = stopping if self._is_stopping else self.startup.refusal(status)

@@ -19,6 +19,14 @@ from graft.server.settings import ServeSettings
 _STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STATIC.rglob("*") if file.is_file()}
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 OPEN = {*PAGE_FILES, "/health", "/live", "/version"}  # paths that need no API key
 _API = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"}
 _KNOWN = OPEN | _API | {"/metrics", "/openapi.json"}  # paths that appear as they are in the log and in metrics
@@ -73,8 +81,9 @@ class Guard:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         path = scope["path"] if scope["path"] in _KNOWN else getattr(scope.get("route"), "path", "other")
         self._metrics.responded(method, path, status, seconds)
-        # A probe that finds the server not ready yet is no refused request.
-        is_told = status >= 400 and path != "/health" and not scope.get("graft.is_logged")
+        # A probe that finds the server not ready yet is no refused request, nor is the page that says so.
+        is_expected = path == "/health" or (path, status) == ("/", 503)
+        is_told = status >= 400 and not is_expected and not scope.get("graft.is_logged")
         if self._logs_all or is_told:
             reason = scope.get("graft.message" if self._logs_messages else "graft.reason", "")
             words = f"{method} {path} {seconds:.3f} s" + (f": {reason}" if reason else "")

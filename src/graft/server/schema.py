@@ -64,7 +64,7 @@ class RequestBody(InertFields):
     """Fields of completions and responses: OpenAI's, vLLM's and Graft's own."""
 
     model: Text | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: Bool | None = False
@@ -161,7 +161,9 @@ class Sampling(RequestBody, InertSampling):
 
     @property
     def sampler_seed(self) -> int | None:
-        """The seed. A seed outside the sampler's range is mapped into it."""
+        """The seed; None, a random one, for -1. A seed outside the sampler's range is mapped into it."""
+        if self.seed == -1:
+            return None
         if self.seed is None or abs(self.seed) < _SEED_LIMIT:
             return self.seed
         return self.seed % _SEED_LIMIT

@@ -10,7 +10,7 @@ from typing import Any
 
 from graft.errors import GraftError
 from graft.progress import Report
-from graft.server.refusals import RefusedError
+from graft.server.refusals import Json, RefusedError
 from graft.server.settings import ServeSettings
 
 _BACKLOG = 2048
@@ -31,14 +31,18 @@ class Startup:
     def show(self, report: Report) -> None:
         self.stage, self.done, self.total = report.stage, report.done, report.total
 
+    def details(self, status: str) -> Json:
+        """How far the start is, for machines and for the page."""
+        seconds = round(time.monotonic() - self.began, 1)
+        return {"status": status, "stage": self.stage, "done": self.done, "total": self.total, "seconds": seconds}
+
     def refusal(self, status: str) -> RefusedError:
         """The answer to requests until the start is done. status: loading or starting."""
-        seconds = time.monotonic() - self.began
+        details = self.details(status)
         steps = f", {self.done} of {self.total}" if self.total else ""
-        message = f"the server is {status} ({self.stage}{steps}, {seconds:.0f} s so far); try again later"
+        message = f"the server is {status} ({self.stage}{steps}, {details['seconds']:.0f} s so far); try again later"
         error = RefusedError(503, message, Retry_After="1")
-        error.details = {"status": status, "stage": self.stage, "done": self.done, "total": self.total}
-        error.details["seconds"] = round(seconds, 1)
+        error.details = details
         return error
 
 

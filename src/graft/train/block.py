@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from graft.model.attention import attend
 from graft.model.unusual_layers import output_weight, readable_weights
-from graft.settings import Settings, require
+from graft.settings import require
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.spec_decode.proposers.block.head import Attention, within_reach
@@ -32,76 +32,35 @@ from graft.train.packing import (
     read_batch,
     target_states,
 )
+from graft.train.settings import BlockSettings, BlockShape
 from graft.train.simulate import simulate
-from graft.train.trainer import TrainSettings, autocast, split_by_prompt
+from graft.train.trainer import autocast, split_by_prompt
 
-WEIGHTINGS = ("decay", "pace")
 HITS = (1, 5, 16)  # top-k accuracies that evaluations report
 _EVAL_BATCHES = 4
 
 
-@dataclass(frozen=True)
-class BlockShape(Settings):
-    """The network of a new block head. Its layers have the shape of the target's."""
-
-    num_layers: int = 4
-    num_taps: int = 5  # number of target layers to read, evenly spread, unless `target_layers` is given
-    target_layers: tuple[int, ...] = ()  # target layers whose inputs are read
-    conditional_size: int | None = None  # inner size of treeflash's MLP; None is that of the target's layers
-    num_drafts: int = 12  # tokens that a block predicts
-    slots: str = "in-place"
-    causal: bool = False  # slots do not attend to later slots
-    learned_mask: bool = True  # fill masked slots with a learned vector, not with a token's embedding
-
-    def __post_init__(self) -> None:
-        self.check_least(1, "num_layers", "num_taps", "num_drafts")
-        require(self.slots in ("in-place", "shifted"), f"slots must be in-place or shifted, not {self.slots!r}")
-        require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot holds only the root")
-
-    def config_for(self, model: PreTrainedModel, mask_token_id: int, **changes: Any) -> BlockConfig:
-        layers = model.config.get_text_config().num_hidden_layers
-        shifted = self.slots == "shifted"
-        taps = self.target_layers or default_target_layers(layers, self.num_taps)
-        require(
-            min(taps) >= 0 and max(taps) < layers,
-            f"target layers {', '.join(map(str, taps))} are not all among the model's 0 to {layers - 1}",
-        )
-        return BlockConfig.for_target(
-            model.config,
-            self.num_layers,
-            target_layers=taps,
-            block_size=self.num_drafts + (not shifted),
-            conditional_size=self.conditional_size,
-            shifted=shifted,
-            causal=(self.causal,) * self.num_layers,
-            own_mask=self.learned_mask,
-            mask_token_id=mask_token_id,
-            **changes,
-        )
-
-
-@dataclass(frozen=True)
-class BlockSettings(TrainSettings):
-    """Training settings of block heads."""
-
-    ema_decay: float = 0.999
-    anchors: int = 384  # blocks per packed row, drawn anew at every step
-    weighting: str = "decay"  # weights of slots: "decay" with depth, or D-PACE's "pace", by the confidence of slots
-    gamma: float = 5.0  # decay: slots until the weight falls to 1/e
-    pace_floor: float = 0.5  # pace: smallest probability of a slot
-    marginal_weight: float = 0.5  # loss weight without the token before a slot; with it the weight is 1
-    chunk_slots: int = 4608  # slots whose logits are in memory at once
-    flex: bool = True  # on a GPU, use FlexAttention: a dense mask takes far more memory and time
-    simulated: int = 128  # held-back answers on which evaluations simulate the accepted length
-    nodes: int = 60  # tree nodes in these simulations
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least(1, "anchors", "chunk_slots", "nodes")
-        require(self.weighting in WEIGHTINGS, f"weighting {self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
-        require(self.gamma > 0, f"gamma must be above 0, not {self.gamma}")
-        require(0 <= self.pace_floor < 1, f"pace_floor must be from 0 to below 1, not {self.pace_floor}")
-        self.check_least(0, "marginal_weight", "simulated")
+def config_for(shape: BlockShape, model: PreTrainedModel, mask_token_id: int, **changes: Any) -> BlockConfig:
+    """The config of a new head for this model."""
+    layers = model.config.get_text_config().num_hidden_layers
+    shifted = shape.slots == "shifted"
+    taps = shape.target_layers or default_target_layers(layers, shape.num_taps)
+    require(
+        min(taps) >= 0 and max(taps) < layers,
+        f"target layers {', '.join(map(str, taps))} are not all among the model's 0 to {layers - 1}",
+    )
+    return BlockConfig.for_target(
+        model.config,
+        shape.num_layers,
+        target_layers=taps,
+        block_size=shape.num_drafts + (not shifted),
+        conditional_size=shape.conditional_size,
+        shifted=shifted,
+        causal=(shape.causal,) * shape.num_layers,
+        own_mask=shape.learned_mask,
+        mask_token_id=mask_token_id,
+        **changes,
+    )
 
 
 class BlockObjective:

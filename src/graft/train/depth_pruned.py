@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +22,11 @@ from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
 from graft.train.layer_pruning import LayerSubset, check_layers
 from graft.train.packing import Labelled, PackedBatch, PackedBatches, labelled_chunks, read_batch
-from graft.train.trainer import TrainSettings, autocast, split_by_prompt
+from graft.train.settings import DepthPrunedSettings, TrainSettings
+from graft.train.trainer import autocast, split_by_prompt
 
 _CHUNK = 256  # tokens whose logits are in memory at once
 _EVAL_BATCHES = 4
-
-
-@dataclass(frozen=True)
-class DepthPrunedSettings(TrainSettings):
-    """Training settings of depth-pruned draft models."""
-
-    least_steps: ClassVar[int] = 0  # 0 steps only remove layers
-
-    learning_rate: float = 3e-4  # lower than for new weights
-    measured: int = 4096  # tokens, prompts included, on which layers are compared
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least(2, "measured")
 
 
 @dataclass(frozen=True)

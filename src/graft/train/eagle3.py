@@ -7,7 +7,6 @@ true entries up to there and then to the head's own. All steps learn the target'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model.unusual_layers import output_weight, readable_weights
-from graft.settings import require
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
@@ -26,27 +24,12 @@ from graft.train.packing import (
     labelled_chunks,
     target_states,
 )
-from graft.train.trainer import TrainSettings, autocast, compiled, split_by_prompt
+from graft.train.settings import Eagle3Settings
+from graft.train.trainer import autocast, compiled, split_by_prompt
 
 _EVAL_BATCHES = 8
 _COVERAGE = 0.98  # 0.994 needs almost twice the tokens for SmolLM2-135M, and a draft pass then takes 14 % longer
 _VOCAB_STEP = 1024  # a multiple that GPUs compute fast
-
-
-@dataclass(frozen=True)
-class Eagle3Settings(TrainSettings):
-    """Training settings of EAGLE-3 heads."""
-
-    unroll: int = 5  # draft depths to train
-    step_weight: float = 0.8  # loss weight of each depth relative to the one before
-    greedy_weight: float = 0.0  # share of the likeliest token in what is learned; the rest is the whole distribution
-    chunk_tokens: int = 4096  # tokens whose logits are in memory at once
-    flex: bool = True  # on a GPU, use FlexAttention: a dense mask takes far more memory and time
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least(1, "unroll", "chunk_tokens")
-        require(0 <= self.greedy_weight < 1, f"greedy_weight must be from 0 to below 1, not {self.greedy_weight}")
 
 
 def count_tokens(answers: Sequence[Answered], vocab_size: int) -> Tensor:

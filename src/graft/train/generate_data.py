@@ -21,26 +21,11 @@ from torch import Tensor
 from graft.errors import GraftError
 from graft.files import replacing
 from graft.model import Chunk, TargetRunner
-from graft.settings import Settings, require
+from graft.settings import require
+from graft.train.settings import AnswerSettings
 from graft.tree.tree import DraftTree
 
 _SETTINGS = "answers.json"
-
-
-@dataclass(frozen=True)
-class AnswerSettings(Settings):
-    """Settings of data generation."""
-
-    max_new_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0,)  # every prompt is answered once at each
-    num_rows: int = 64  # batch size
-    max_prompt_tokens: int = 1536  # longer prompts are skipped
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_least(1, "max_new_tokens", "num_rows", "max_prompt_tokens")
-        require(bool(self.temperatures), "temperatures must name at least one")
-        require(all(t >= 0 for t in self.temperatures), f"temperatures must be 0 or more, not {self.temperatures}")
 
 
 @dataclass(frozen=True)

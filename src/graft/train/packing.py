@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from graft.model import evaluating
 from graft.model.decoder_layers import layers_of
 from graft.train.generate_data import Answered
-from graft.train.trainer import Batches, TrainSettings, compiled
+from graft.train.settings import TrainSettings
+from graft.train.trainer import Batches, compiled
 
 _OPEN_ROWS = 8  # rows that still accept answers; more would waste less space and take longer to plan
 

@@ -27,13 +27,21 @@ from graft.spec_decode.proposers import block, eagle3
 from graft.train import block as block_training
 from graft.train import card
 from graft.train import eagle3 as eagle3_training
-from graft.train.block import BlockObjective, BlockSettings, BlockShape, unused_token
-from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, DepthPrunedSettings, measured_text
-from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, count_tokens, draft_vocabulary
-from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
+from graft.train.block import BlockObjective, config_for, unused_token
+from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, measured_text
+from graft.train.eagle3 import Eagle3Objective, count_tokens, draft_vocabulary
+from graft.train.generate_data import Answered, read_answers, spread, write_answers
 from graft.train.layer_pruning import RemovalOrder, find_removal_order
 from graft.train.packing import PackedBatches, compiled_layers
-from graft.train.trainer import Objective, TrainSettings, optimize
+from graft.train.settings import (
+    AnswerSettings,
+    BlockSettings,
+    BlockShape,
+    DepthPrunedSettings,
+    Eagle3Settings,
+    TrainSettings,
+)
+from graft.train.trainer import Objective, optimize
 
 _NUM_TAPS = 5  # target layers that an EAGLE-3 head reads; they are read once per accepted token, not per draft pass
 WORK = "work"  # subfolder for answers, log and state; can be deleted when the head is done
@@ -293,7 +301,7 @@ def new_block_head(
     settings: BlockSettings,
 ) -> block.BlockHead:
     """An untrained head, initialized from the target's weights and its hidden states on some answers."""
-    config = shape.config_for(model, mask_token_id, conditional=conditional, **_norms_and_rope(model))
+    config = config_for(shape, model, mask_token_id, conditional=conditional, **_norms_and_rope(model))
     torch.manual_seed(settings.seed)
     head = block.BlockHead(config)
     embedding: Any = model.get_input_embeddings().weight

@@ -13,51 +13,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from graft.errors import GraftError
 from graft.files import replacing
-from graft.settings import Settings, require
+from graft.settings import require
 from graft.train.generate_data import Answered
+from graft.train.settings import TrainSettings
 
 Batch = TypeVar("Batch")
 Plan = TypeVar("Plan")
 
 _LOG_EVERY = 10  # steps, because logging waits for the device
-
-
-@dataclass(frozen=True)
-class TrainSettings(Settings):
-    """Settings of every training. The defaults suit a small head on one GPU."""
-
-    least_steps: ClassVar[int] = 1
-
-    steps: int = 2000
-    batch_tokens: int = 32_768  # per step, padding included
-    max_tokens: int = 2048  # most tokens of a prompt with its answer; the rest is cut off
-    learning_rate: float = 1e-3
-    warmup_steps: int = 100
-    weight_decay: float = 0.01
-    max_gradient_norm: float = 1.0
-    ema_decay: float = 0.0  # decay of the averaged weights, which are evaluated and saved; 0: no average
-    evaluate_every: int = 200
-    held_back: float = 0.01  # share of the prompts held back for evaluation
-    bf16: bool = True  # on a GPU; a CPU computes in fp32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.check_least(self.least_steps, "steps")
-        self.check_least(1, "batch_tokens", "max_tokens", "evaluate_every")
-        require(0 < self.held_back < 1, f"held_back must be between 0 and 1, not {self.held_back}")
-        require(self.learning_rate > 0, f"learning_rate must be above 0, not {self.learning_rate}")
-        self.check_least(0, "warmup_steps", "weight_decay")
-        require(self.max_gradient_norm > 0, f"max_gradient_norm must be above 0, not {self.max_gradient_norm}")
-        require(0 <= self.ema_decay < 1, f"ema_decay must be from 0 to below 1, not {self.ema_decay}")
 
 
 class Objective(Protocol):

@@ -8,14 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,13 +24,12 @@ from graft.home import graft_home
 from graft.settings import require
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.tuning.profile_header import ANEW, FORMAT, OtherFormatError, opened, read_header
 
 if TYPE_CHECKING:
     from graft.engine import Engine
 
-FORMAT = "graft-profile-1"
 HEADS = Path(__file__).parents[1] / "heads"
-_ANEW = "make one with graft tune"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _NUM_WEIGHTS = 8  # weights of each tensor that enter a fingerprint
 
@@ -64,10 +60,6 @@ class About:
         return (self.device, self.dtype) == (other.device, other.dtype)
 
 
-class _OtherFormatError(GraftError):
-    """A profile in the format of another version."""
-
-
 @dataclass(frozen=True)
 class Profile:
     """A policy's state and its measured costs; a portable profile has no costs."""
@@ -83,8 +75,8 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        with _opened(path) as file:
-            about = _about(path, file)
+        about = About(**read_header(path))
+        with opened(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         state = {name: value for name, value in tensors.items() if not name.startswith("costs/")}
         return cls(about, state, part_of(tensors, "costs"))
@@ -105,14 +97,13 @@ def equip(engine: Engine, profile: str | Path | None) -> None:
         return
     for path in _candidates():
         try:
-            with _opened(path) as file:
-                its = _about(path, file)
+            its = About(**read_header(path))
             if (its.model, its.head) == (about.model, about.head) and (
                 its.device is None or its.is_for_machine_of(about)
             ):
                 _restore(engine, Profile.read(path), about, path)
                 return
-        except _OtherFormatError:
+        except OtherFormatError:
             continue
         except GraftError as error:
             warnings.warn(f"{error}; it is ignored", stacklevel=3)
@@ -153,11 +144,11 @@ def head_fingerprint(drafter: Drafter | None) -> str | None:
 def _fitting(path: Path, about: About) -> Profile:
     """The profile at a path that the user gave; a GraftError if it belongs to another model or head."""
     profile = Profile.read(path)
-    require(profile.about.model == about.model, f"{path} is the profile of another model: {_ANEW} for this one")
+    require(profile.about.model == about.model, f"{path} is the profile of another model: {ANEW} for this one")
     if profile.about.head != about.head:
         its, own = ("no head" if head is None else "another head" for head in (profile.about.head, about.head))
         own = own if about.head is None else "this one"
-        raise GraftError(f"{path} was made with {its}, and the engine has {own}: {_ANEW} for this head")
+        raise GraftError(f"{path} was made with {its}, and the engine has {own}: {ANEW} for this head")
     return profile
 
 
@@ -171,7 +162,7 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
             policy.restore_costs(profile.costs)
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         policy.restore({})  # undo a part that was restored before the error
-        raise GraftError(f"{path} is an incomplete profile ({type(error).__name__}: {error}): {_ANEW}") from error
+        raise GraftError(f"{path} is an incomplete profile ({type(error).__name__}: {error}): {ANEW}") from error
 
 
 def _is_general(key: str) -> bool:
@@ -187,25 +178,6 @@ def _candidates() -> list[Path]:
 
 def _folder() -> Path:
     return graft_home() / "profiles"
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise GraftError(f"{path} cannot be read as a profile ({error}): {_ANEW}") from error
-
-
-def _about(path: Path, file: Any) -> About:
-    try:
-        facts = json.loads((file.metadata() or {}).get("about", "{}"))
-        if facts.pop("format", None) == FORMAT:
-            return About(**facts)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise GraftError(f"{path} does not say what it is a profile of: {_ANEW}") from error
-    raise _OtherFormatError(f"{path} is not a profile of this version of Graft: {_ANEW}")
 
 
 def _few_weights(tensors: list[Tensor]) -> bytes:

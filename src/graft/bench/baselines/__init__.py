@@ -11,7 +11,7 @@ from graft.bench.baselines.block import Block, BlockPaper
 from graft.bench.baselines.dense import Dense, DenseWithNoise, Prune
 from graft.bench.baselines.lookup import Lookup
 from graft.bench.baselines.paper import Paper, PaperWithNoise, Recycle, Root, Tail
-from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, register_policy
+from graft.spec_decode.policies import Policy, register_policy
 
 BASELINES: dict[str, type[Policy]] = {
     "lookup": Lookup,
@@ -29,12 +29,4 @@ BASELINES: dict[str, type[Policy]] = {
 for _name, _policy in (BASELINES | ABLATIONS).items():
     register_policy(_name, _policy)
 
-# Every policy that the benchmark can run, in the order in which lists show them.
-POLICY_METHODS: dict[str, type[Policy]] = {
-    "off": POLICIES["off"],
-    **BASELINES,
-    DEFAULT_POLICY: POLICIES[DEFAULT_POLICY],
-    **ABLATIONS,
-}
-
-__all__ = ["ABLATIONS", "BASELINES", "POLICY_METHODS"]
+__all__ = ["ABLATIONS", "BASELINES"]

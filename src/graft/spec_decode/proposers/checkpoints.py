@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
@@ -23,15 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
-from graft.files import read_json
+from graft.folders import Json
 from graft.settings import check_size, require
 from graft.spec_decode.proposers.draft_head import SIZES, DraftHead, HeadConfig
 
-Json = Mapping[str, Any]
 Place = tuple[str, ...]  # the keys that lead to a value of config.json
 
-MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
-HEAD_FILES = ("config.json", "*.safetensors", "*.bin", MASK_FILE)
 VOCABULARY = {"d2t", "t2d"}  # buffers, which may be missing in a file
 CONFIDENCE_TENSORS = {"confidence_head.proj.weight", "confidence_head.proj.bias"}  # replaced by our calibration
 # The others are copies of the target's weights, which some versions of speculators save for training.
@@ -118,30 +114,6 @@ class Recognised:
             require(0 <= token < vocab_size, f"{self.folder}: d2t maps to {token}, outside the {vocab_size:,} tokens")
         require(len(target_ids.unique()) == size, f"{self.folder}: d2t gives two draft tokens the same target token")
         return target_ids
-
-
-def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES) -> Path:
-    """The local folder of a path or hub id. Fetches `files` of a hub id first."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    require(not folder.exists(), f"{path} is a file: give the folder that holds config.json and the weights")
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=list(files)))
-    except HFValidationError as error:
-        raise GraftError(f"no drafter at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
-    except OSError as error:  # from a missing repository to a missing network
-        reason = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise GraftError(f"no drafter at {path}: there is no such folder, and as a hub id: {reason}") from error
-
-
-def read_config(folder: Path) -> Json:
-    """The content of a head's config.json."""
-    path = folder / "config.json"
-    require(path.exists(), f"{path} is missing: give the folder of a draft head or a model")
-    content: Json = read_json(path)
-    require(isinstance(content, dict), f"{path} does not hold settings; copy it again")
-    return content
 
 
 def architecture_of(config: Json) -> str | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from graft.errors import GraftError
+from graft.folders import Json, read_config
 from graft.spec_decode.proposers.block import layouts as block
-from graft.spec_decode.proposers.checkpoints import Json, architecture_of, read_config, said_of
+from graft.spec_decode.proposers.checkpoints import architecture_of, said_of
 from graft.spec_decode.proposers.eagle3 import layouts as eagle3
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from graft import folders
 from graft.settings import require
 from graft.spec_decode.proposers import checkpoints
 from graft.spec_decode.proposers.block.config import BlockConfig, default_target_layers
@@ -67,8 +68,8 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
     slots: in-place or shifted, for a head whose config.json does not say; the default if None.
     """
     require(slots in (None, *SLOTS), f"slots must be {' or '.join(SLOTS)}, not {slots!r}")
-    folder = checkpoints.folder_of(path)
-    config = checkpoints.read_config(folder)
+    folder = folders.folder_of(path)
+    config = folders.read_config(folder)
     more = [file for file in (folder / _CONDITIONAL_FILE,) if file.exists()]
     files, tensors = checkpoints.read_weights(folder, head_name, more)
     require("fc.weight" in tensors, f"{folder} is not a block head: it has no tensor fc.weight")
@@ -84,9 +85,9 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
             chosen = usually_shifted(layout, config, _is_dspark(facts, tensors))
         facts.setdefault("shifted", chosen)
         require(facts["shifted"] == chosen, f"it says that the slots are not {slots}: leave out the choice of slots")
-    if (mask := _read_mask(folder / checkpoints.MASK_FILE, facts["mask_token_id"])) is not None:
+    if (mask := _read_mask(folder / folders.MASK_FILE, facts["mask_token_id"])) is not None:
         tensors[_MASK] = mask
-        files += (checkpoints.MASK_FILE,)
+        files += (folders.MASK_FILE,)
     facts["own_mask"] = mask is not None
     return Recognised(folder, layout.name, files, facts, tensors, said)
 
@@ -136,14 +137,14 @@ def save_head(
     conditional = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CONDITIONAL)}
     content = write_config(config) | {"torch_dtype": dtype} | dict(extra_config or {})
     checkpoints.write_head(folder, content, tensors, max_file_bytes)
-    for file in (_CONDITIONAL_FILE, checkpoints.MASK_FILE):  # of a previous head
+    for file in (_CONDITIONAL_FILE, folders.MASK_FILE):  # of a previous head
         (folder / file).unlink(missing_ok=True)
     if conditional:
         (folder / _CONDITIONAL_FILE).parent.mkdir(exist_ok=True)
         checkpoints.write_tensors(folder / _CONDITIONAL_FILE, conditional)
     if mask is not None:
         content = {"embedding": mask.detach().cpu().clone(), "mask_token_id": config.mask_token_id}
-        torch.save(content, folder / checkpoints.MASK_FILE)
+        torch.save(content, folder / folders.MASK_FILE)
 
 
 def _is_dspark(facts: Mapping[str, Any], tensors: Collection[str]) -> bool:

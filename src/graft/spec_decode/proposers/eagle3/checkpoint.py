@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from graft import folders
 from graft.errors import GraftError
 from graft.settings import require
 from graft.spec_decode.proposers import checkpoints
@@ -33,8 +34,8 @@ class Recognised(checkpoints.Recognised):
 
 def inspect_head(path: str | Path) -> Recognised:
     """Describe the head in a local folder or under a hub id. Values of weights are not checked."""
-    folder = checkpoints.folder_of(path)
-    config = checkpoints.read_config(folder)
+    folder = folders.folder_of(path)
+    config = folders.read_config(folder)
     files, tensors = checkpoints.read_weights(folder, head_name)
     require("fc.weight" in tensors, f"{folder} is not an EAGLE-3 head: it has no tensor fc.weight")
     with checkpoints.said_of(folder / "config.json"):

@@ -2,10 +2,8 @@
 
 from graft.spec_decode.proposers.early_exit.drafter import EarlyExitDrafter
 from graft.spec_decode.proposers.early_exit.exit_layer import (
-    EARLY_EXIT,
     choose_exit_layer,
-    named_layer,
     usual_prompts,
 )
 
-__all__ = ["EARLY_EXIT", "EarlyExitDrafter", "choose_exit_layer", "named_layer", "usual_prompts"]
+__all__ = ["EarlyExitDrafter", "choose_exit_layer", "usual_prompts"]

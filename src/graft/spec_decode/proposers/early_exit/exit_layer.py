@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from graft.data import user_message
 from graft.errors import GraftError
+from graft.hub.draft_names import EARLY_EXIT
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
 from graft.model.overrides import evaluating
@@ -25,7 +26,6 @@ from graft.quiet import quiet_transformers
 from graft.settings import require
 from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
 
-EARLY_EXIT = "early-exit"  # for `--draft`, alone or with a layer: early-exit:8
 _MAX_PROMPTS = 8  # prompts to choose a layer by
 _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # exit layers to try, as shares of all layers
 _MAX_NEW_TOKENS = 16
@@ -58,17 +58,6 @@ class ExitEstimate:
     def accepted_per_cost(self) -> float:
         """Accepted tokens / cost of the pass that drafted them. A single pass pays if it is above 1."""
         return self.acceptance / self.cost
-
-
-def named_layer(draft: str) -> int | None:
-    """The layer of early-exit:LAYER; None if it names none."""
-    _, colon, word = draft.partition(":")
-    if not colon:
-        return None
-    try:
-        return int(word)
-    except ValueError as error:
-        raise GraftError(f"--draft {EARLY_EXIT}:LAYER takes a whole number, not {word!r}") from error
 
 
 def usual_prompts(model: PreTrainedModel, tokenizer: Any | None) -> list[list[int]]:

@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
+from graft.folders import folder_of
 from graft.quiet import quiet_transformers
 from graft.settings import require
-from graft.spec_decode.proposers.checkpoints import folder_of, said_of
+from graft.spec_decode.proposers.checkpoints import said_of
 from graft.spec_decode.proposers.mtp.head import MtpHead
-
-MTP = "mtp"  # the name of this head for `--draft`
 
 _INDEX = "model.safetensors.index.json"
 _LAYER, _NORM = "model.layers.0.", "model.norm."  # in a one-layer model: the decoder layer and the final norm
