@@ -1,6 +1,7 @@
 """Layers that are quantised, adapted or changed: they keep their own code, and are refused if tokens share a scale."""
 
 import json
+import logging
 import types
 import warnings
 
@@ -77,8 +78,8 @@ def replaced(kind, name="llama", parts=("mlp.up_proj", "self_attn.v_proj"), dtyp
     for layer in model.model.layers:
         for part in parts:
             old = layer.get_submodule(part)
-            if kind is Packed:
-                layer.set_submodule(part, Packed(old))
+            if issubclass(kind, Packed):
+                layer.set_submodule(part, kind(old))
             else:
                 old.__class__ = kind
     return model
@@ -179,6 +180,17 @@ def test_a_model_that_transformers_itself_cannot_run_is_one_line():
         GraftError, match=r"cannot run this LlamaForCausalLM .* in float32 on cpu: RuntimeError: expected"
     ):
         check_tokens_apart(replaced(Broken))
+
+
+def test_a_library_that_repeats_itself_in_every_step_is_heard_once(caplog):
+    class Talkative(Packed):
+        def forward(self, x):
+            logging.getLogger("bitsandbytes.autograd._functions").warning("inputs will be cast")
+            return super().forward(x)
+
+    model = replaced(Talkative)
+    graft.load(model, tokenizer=byte_tokenizer(), draft=None).generate([3, 17, 42], max_new_tokens=4)
+    assert [record.getMessage() for record in caplog.records].count("inputs will be cast") == 1
 
 
 def test_weights_are_named_as_they_are():

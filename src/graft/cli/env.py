@@ -61,9 +61,9 @@ def _devices() -> list[dict[str, Any]]:
     from graft.model.cpu_linear import library
 
     cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": total_memory()}
-    steps = "fused in fp32" if library() is not None else "eager: our C layers were not built"
+    steps = "fused in fp32 for models like Llama" if library() is not None else "eager: our C layers were not built"
     devices = [cpu | {"threads": torch.get_num_threads(), "steps": steps}]
-    steps = "captured" if find_spec("triton") is not None else "eager: Triton is missing"
+    steps = "captured, if the model can be" if find_spec("triton") is not None else "eager: Triton is missing"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         about = {"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory}

@@ -20,6 +20,7 @@ from graft.errors import GraftError
 from graft.model.cpu_linear import FewTokensLinear
 from graft.model.overrides import evaluating
 from graft.model.plain_modules import is_plain_linear
+from graft.quiet import say_once
 
 # A layer's result may change by this share of its size when other tokens are in the forward, or when its input is split
 # into two. In bfloat16 it changes by 0.004 at most; a scale that all tokens share changes it by 0.04 and more, and
@@ -78,6 +79,7 @@ def check_tokens_apart(model: PreTrainedModel) -> None:
     layers = unusual_layers(model)
     if not layers:
         return
+    say_once()
     with evaluating(model):
         shapes = _run_once(model, layers)
         rounded = None
