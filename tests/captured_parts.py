@@ -1,6 +1,7 @@
 """Captured targets and drafters of small sizes, whose graphs are called instead of replayed where there is no GPU."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,7 +12,6 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 from graft.model import TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
-from graft.model.runner import outputs_of
 from graft.model.step import Chunk
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from heads import SMALL_TREE, make_head
@@ -31,9 +31,10 @@ class StaticTarget(TargetRunner):
 
     def _run(self, step, num_already_run=0):
         tree, chunks = super()._run(step, num_already_run)
-        logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
+        hidden = (tree or chunks[0]).hidden
         self._hidden[: len(hidden)] = hidden
-        return outputs_of(step, logits, self._hidden[: len(hidden)], None, is_captured=True)
+        static = {"hidden": self._hidden[: len(hidden)], "is_captured": True}
+        return replace(tree, **static) if tree else None, [replace(chunk, **static) for chunk in chunks]
 
 
 class SmallTarget(CapturedTarget):

@@ -24,7 +24,6 @@ from graft.engine.rounds import PrefillChunk, Rounds
 from graft.engine.settings import LEAST_CHUNK, SchedulerSettings
 from graft.errors import GraftError
 from graft.model import NoRoomError
-from graft.model.captures import ROWS, padded
 from graft.model.step import LONG_TEXT
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
@@ -60,8 +59,7 @@ class DecodeLoop:
         self._changed = threading.Condition()  # held to change or read `_waiting`, which other threads may add to
         self._waiting: deque[Job] = deque()
         self._prefills: list[_Prefill] = []  # replaced, never changed: other threads read it
-        # The rows that are decoded: True: in device rounds; False: rows that need the host.
-        self._batches: dict[bool, Batch] = {}
+        self._batch: Batch | None = None  # the rows that are decoded
         self._jobs: dict[Sequence, Job] = {}  # of the batch's sequences; replaced, never changed
 
     def submit(self, *jobs: Job) -> None:
@@ -76,8 +74,8 @@ class DecodeLoop:
         self._admit()
         self._extend_rows()
         chunks = self._next_chunks()
-        if self._batches:
-            self._decode(chunks)
+        if self._batch is not None:
+            self._decode(self._batch, chunks)
         elif chunks:
             self._prefill(chunks)
         self._join_prefilled()
@@ -89,16 +87,16 @@ class DecodeLoop:
     @property
     def decoded(self) -> list[Sequence]:
         """The sequences that are being decoded."""
-        return [sequence for batch in self._batches.values() for sequence in batch.sequences]
+        return list(self._batch.sequences) if self._batch is not None else []
 
     def release(self) -> None:
         """Drop all requests and free their pages, without reports and without keeping pages in the prefix cache."""
-        batches = [*self._batches.values()]
+        batch = self._batch
         with self._changed:
             self._waiting.clear()
         self._release(self._prefills)
-        self._prefills, self._batches, self._jobs = [], {}, {}
-        for batch in batches:
+        self._prefills, self._batch, self._jobs = [], None, {}
+        if batch is not None:
             self.pages.release(batch.cache.rows)
 
     # What is running
@@ -155,7 +153,6 @@ class DecodeLoop:
                 sequence.speculates = sequence.speculates and self.may_speculate
             prefill.batch, prefill.unread, prefill.copies = self.pages.open_rows(job)
             if job.prefill is not None:
-                prefill.batch.is_on_device = False  # its rows may get rotary offsets, which graphs ignore
                 job.prefill(prefill.batch)
         except Exception as error:
             self._prefills = [other for other in self._prefills if other is not prefill]
@@ -174,9 +171,7 @@ class DecodeLoop:
         """The prompt chunks of the coming step, in the order in which requests came."""
         if not self._prefills:
             return []
-        others = len(self._jobs)
-        if True in self._batches:
-            others = max(others, padded(len(self._batches[True].sequences), ROWS))
+        others = self.engine.target.rows_for(len(self._jobs)) if self._jobs else 0
         room = max(self._max_tokens() - others, min(LEAST_CHUNK, self.max_batched_tokens))
         opened = ((prefill.batch, prefill.unread) for prefill in self._prefills)
         chunks: list[PrefillChunk] = []
@@ -244,10 +239,10 @@ class DecodeLoop:
         for source, row in prefill.copies:
             if not self._allocate(job, partial(batch.copy_row, source, row)):
                 return
-        if batch.is_on_device in self._batches:
-            self._batches[batch.is_on_device].join(batch)
+        if self._batch is not None:
+            self._batch.join(batch)
         else:
-            self._batches[batch.is_on_device] = batch
+            self._batch = batch
         self._jobs = self._jobs | dict.fromkeys(batch.sequences, job)
         self._prefills = [other for other in self._prefills if other is not prefill]
         job.choosers, job.is_preempted = [], False
@@ -259,7 +254,7 @@ class DecodeLoop:
 
     def _extend_rows(self) -> None:
         """Give every decoded row pages for what the coming round writes, the oldest request first."""
-        short = [pair for batch in self._batches.values() for pair in self.pages.short_rows(batch)]
+        short = self.pages.short_rows(self._batch) if self._batch is not None else []
         for sequence, row in sorted(short, key=lambda pair: self._jobs[pair[0]].number):
             job = self._jobs.get(sequence)
             if job is None:  # preempted earlier in this loop
@@ -280,7 +275,7 @@ class DecodeLoop:
                 take()
                 return True
             except NoRoomError:
-                batches = [*self._batches.values(), *(prefill.batch for prefill in self._prefills)]
+                batches = [self._batch, *(prefill.batch for prefill in self._prefills)]
                 if self.pages.trim(batch for batch in batches if batch is not None):
                     continue
                 youngest = max(self._running, key=lambda other: other.number)
@@ -293,15 +288,14 @@ class DecodeLoop:
     def _preempt(self, job: Job) -> None:
         """Take a request's pages and put it first in the queue. It will be prefilled again and continue its answers."""
         try:
-            for batch in self._batches.values():
-                own = [row for row, sequence in enumerate(batch.sequences) if self._jobs[sequence] is job]
-                if own:
-                    choosers = [batch.chooser.select([row]) for row in own]
-                    for row in own:
-                        batch.sequences[row].settle()
-                        self._report(batch.sequences[row])
-                    # Device rounds have no sampler on the host to keep: its state follows from the row's text.
-                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
+            batch = self._batch
+            own = [row for row, sequence in enumerate(self.decoded) if self._jobs[sequence] is job]
+            if batch is not None and own:
+                choosers = [batch.chooser.select([row]) for row in own] if batch.chooser is not None else []
+                for row in own:
+                    batch.sequences[row].settle()
+                    self._report(batch.sequences[row])
+                job.choosers, job.is_preempted = choosers, True
             self._remove([job])
         except Exception as error:
             self._remove([job])
@@ -313,18 +307,8 @@ class DecodeLoop:
 
     # The round
 
-    def _decode(self, chunks: list[PrefillChunk]) -> None:
-        """Run a round of each batch. The device round is launched first, to overlap with the host's round."""
-        start = time.perf_counter()
-        for is_on_device in sorted(self._batches, reverse=True):
-            self._round(self._batches[is_on_device], chunks)
-            chunks = []
-        seconds = time.perf_counter() - start
-        for sequence in self.decoded:
-            sequence.stats.decode_seconds += seconds
-        self._remove_finished()
-
-    def _round(self, batch: Batch, chunks: list[PrefillChunk]) -> None:
+    def _decode(self, batch: Batch, chunks: list[PrefillChunk]) -> None:
+        """Run a round, and remove the rows that it ends."""
         start = time.perf_counter()
         try:
             self.engine.run_round(batch, self.clock, chunks, partial(self._report_all, batch))
@@ -332,13 +316,11 @@ class DecodeLoop:
             # The cause may be any row, and the state of all rows is undefined.
             self._fail_batch(batch, error)
             self._fail_prefills(chunks, error)
-        if not batch.is_on_device and self._batches.get(True) is batch:  # device rounds failed: the host takes over
-            del self._batches[True]
-            if False in self._batches:
-                self._batches[False].join(batch)
-            else:
-                self._batches[False] = batch
-        self._count_prefill(chunks, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._count_prefill(chunks, seconds)
+        for sequence in self.decoded:
+            sequence.stats.decode_seconds += seconds
+        self._remove_finished()
 
     def _report_all(self, batch: Batch) -> None:
         """Report the results of earlier rounds while the device works."""
@@ -374,9 +356,9 @@ class DecodeLoop:
         self._remove_rows({sequence for sequence, job in self._jobs.items() if job in jobs})
 
     def _remove_rows(self, gone: set[Sequence]) -> None:
-        """Remove rows from their batches."""
-        for batch in list(self._batches.values()):
-            self._remove_from(batch, gone.intersection(batch.sequences))
+        """Remove rows from the batch."""
+        if self._batch is not None:
+            self._remove_from(self._batch, gone.intersection(self._batch.sequences))
 
     def _remove_from(self, batch: Batch, gone: set[Sequence]) -> None:
         """Remove rows from a batch. The prefix cache keeps their pages, and the policy learns from finished texts."""
@@ -388,7 +370,7 @@ class DecodeLoop:
                 may_learn = sequence.speculates and self._jobs[sequence].prefill is None
                 if sequence.finish_reason is not None and may_learn:
                     with failures_logged("learning from an answer failed"):
-                        self.engine.finish(batch, sequence)
+                        self.engine.finish(sequence)
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
         if rows:
             error = self._keep_rows(batch, rows)
@@ -401,7 +383,7 @@ class DecodeLoop:
             sequence.failure = None  # its traceback holds the whole batch
         if not rows:
             self.pages.release(batch.cache.rows)
-            del self._batches[batch.is_on_device]
+            self._batch = None
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
         self.pages.shrink_prefix_cache()
 
@@ -424,8 +406,8 @@ class DecodeLoop:
             self.pages.release(batch.cache.rows)
 
     def _fail_batches(self, error: Exception) -> None:
-        for batch in list(self._batches.values()):
-            self._fail_batch(batch, error)
+        if self._batch is not None:
+            self._fail_batch(self._batch, error)
 
     def _fail_batch(self, batch: Batch, error: Exception, gone: Collection[Sequence] = ()) -> None:
         """End all requests of a batch with an error, except those whose rows are already gone."""
@@ -433,7 +415,7 @@ class DecodeLoop:
         jobs = {job for sequence, job in self._jobs.items() if sequence in own and sequence not in gone}
         for sequence in own:
             sequence.failure = None
-        self._batches = {kind: other for kind, other in self._batches.items() if other is not batch}
+        self._batch = None
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in own}
         self.pages.release(batch.cache.rows)
         for job in jobs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graft.engine.device_rows import ReadChunk
 from graft.engine.staging import Staging
-from graft.model.cuda_graphs import StepBuffers
+from graft.model.verified import top_logits
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.base import named, part_of
@@ -104,29 +104,36 @@ class DeviceLearning:
 
     # Prompts
 
-    def warm_up(self, round: DeviceRound, buffers: StepBuffers) -> None:
+    def warm_up(self, round: DeviceRound) -> None:
         """Compile the kernels of `learn_prompts`, by a token that belongs to no row and so changes nothing."""
-        rows, salts = self._staging.send([1, 0, -1, -1]), self._staging.send([0], torch.int64)
-        self._learn_texts(round, buffers, slice(0, 1), rows, salts)
+        if round.tables is None:
+            return
+        successors = torch.zeros(1, round.tables.entries.shape[1], dtype=torch.int32, device=round.device)
+        step, starts = self._staging.send([0, 0, 0, 1]).view(4, 1), self._staging.send([0])
+        before, salts = self._staging.send([-1, -1]).view(2, 1), self._staging.send([0], torch.int64)
+        round.learn([*step], starts, before, salts, successors, successors.float(), num_rows=1, is_text=True)
 
-    def learn_prompts(self, round: DeviceRound, buffers: StepBuffers, chunks: Sequence[ReadChunk]) -> None:
+    def learn_prompts(self, round: DeviceRound, chunks: Sequence[ReadChunk]) -> None:
         """Let the tables learn from the prompt chunks of the last step."""
         firsts = np.array([int(chunk.verified.index[0, 0]) for chunk in chunks])
         counts = [len(chunk.following) for chunk in chunks]
         first, end = int(firsts.min()), int((firsts + counts).max())
-        rows = np.full(end - first, len(chunks))  # tokens of other prompts belong to no row
-        for row, (start, count) in enumerate(zip(firsts - first, counts, strict=True)):
-            rows[start : start + count] = row
+        columns = np.zeros((4, end - first), dtype=np.int64)  # tokens, parents, places and rows
+        columns[3] = len(chunks)  # tokens of other prompts belong to no row
+        for row, (chunk, start, count) in enumerate(zip(chunks, firsts - first, counts, strict=True)):
+            places = np.arange(count)
+            own = (chunk.verified.tokens[0].numpy(), np.maximum(places - 1, 0), places, row)
+            for column, values in zip(columns, own, strict=True):
+                column[start : start + count] = values
         before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
-        numbers = self._staging.send(np.concatenate([rows, firsts - first, before.ravel()]))
+        numbers = self._staging.send(np.concatenate([columns.ravel(), firsts - first, before.ravel()]))
+        step, starts, earlier = numbers.split([columns.size, len(chunks), 2 * len(chunks)])
         salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
-        self._learn_texts(round, buffers, slice(first, end), numbers, salts)
-
-    @staticmethod
-    def _learn_texts(round: DeviceRound, buffers: StepBuffers, own: slice, numbers: Tensor, salts: Tensor) -> None:
-        """own: the step's tokens. numbers: the row of each, and by row its first token and the two tokens before it."""
-        num_rows = len(salts)
-        rows, starts, before = numbers.split([own.stop - own.start, num_rows, 2 * num_rows])
-        step = (*(column.contiguous() for column in buffers.columns[:3, own]), rows)
-        top = (buffers.top_tokens[own], buffers.top_logits[own])
-        round.learn(step, starts, before.view(2, -1), salts, *top, num_rows=num_rows, is_text=True)
+        output = chunks[0].verified  # all chunks are of the same step
+        if output.highest is not None:
+            successors, logits = (part[first:end] for part in output.highest)
+        else:
+            tokens, logits = top_logits(output.logits[first:end])
+            successors = tokens.int()
+        of_step = ([*step.view(4, -1)], starts, earlier.view(2, -1), salts, successors, logits)
+        round.learn(*of_step, num_rows=len(chunks), is_text=True)

@@ -1,8 +1,9 @@
-"""Device rounds: draft, verify and accept run in CUDA graphs without the host, which stays one round behind.
+"""Device rounds: draft, verify and accept on the target's device.
 
-`DeviceRounds.run` launches a round and then, while the device works, takes the results of the previous one. So the host
-learns a row's tokens, its length and whether it has ended one round late. It allocates pages by an upper bound, and
-throws away the surplus round of a row that has ended.
+On a GPU they are CUDA graphs, and the host stays one round behind. `DeviceRounds.run` launches a round and then, while
+the device works, takes the results of the previous one. So the host learns a row's tokens, its length and whether it
+has ended one round late. It allocates pages by an upper bound, and throws away the surplus round of a row that has
+ended. Where there are no graphs, `direct_rounds` runs the same rounds, and their results are taken at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from graft.engine.device_learning import DeviceLearning
 from graft.engine.device_rows import Choice, ReadChunk, draws_of, needs_host
+from graft.engine.direct_rounds import DirectRounds
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
 from graft.engine.staging import Staging
-from graft.model import Chunk, Row, VerifyOutput
+from graft.model import Chunk, Row, TargetRunner, VerifyOutput
 from graft.model.captures import (
     ROWS,
     Event,
@@ -35,10 +37,9 @@ from graft.model.captures import (
     padded,
     pinned_zeros,
 )
-from graft.model.cuda_graphs import CapturedTarget, StepBuffers
-from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws, share_powers
+from graft.model.sampler import Sampler
 from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
@@ -46,11 +47,15 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.controller import Controller, Outcome, Plan
+from graft.spec_decode.host_controller import HostController
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.proposers.drafter import DrafterOnDevice, PassesOnDevice, num_setups_of
+from graft.spec_decode.proposers.drafter import PassesOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.model.cuda_graphs import StepBuffers
 
 _log = logging.getLogger(__name__)
 
@@ -65,16 +70,25 @@ class RoundError(RuntimeError):
 
 
 class DeviceRounds:
-    """The device rounds of one engine, for batches whose rows do not need the host."""
+    """The rounds of one engine."""
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
     max_rows = MAX_TREE_TOKENS  # decoded together
     contexts: tuple[int, ...] = (8192, 32768, 131072)  # few graphs suffice: a longer context costs a round little
 
-    def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
-        self._target, self.policy, self._drafter = target, policy, drafter
-        self.controller: Controller | None = policy.controller(target.size_for)
-        calibration = self._calibration = self.controller.calibration if self.controller is not None else None
+    def __init__(
+        self,
+        target: TargetRunner,
+        policy: Policy,
+        drafter: Any,
+        new_sampler: Callable[[Sequence[TokenSequence]], Sampler],
+    ) -> None:
+        self.target: Any = target
+        self.policy = policy
+        self.drafter: Any = drafter if policy.drafter is not None else None
+        self._controller = policy.controller(target.size_for)
+        self._host_controller = HostController(self._controller) if self._controller is not None else None
+        calibration = self._calibration = self._controller.calibration if self._controller is not None else None
         num_buckets = calibration.acceptance_probs.shape[2] if calibration is not None else 1
         numbers = {name: number for number, name in enumerate(policy.sources)}
         self._sources = Sources(
@@ -95,23 +109,32 @@ class DeviceRounds:
         self.failure: str | None = None  # why rounds cannot be captured; None: they can
         self._staging = Staging(target.device)
         self._learned = DeviceLearning(policy, self._sources, self._staging)
+        self._direct = DirectRounds(self, new_sampler)
 
-    @classmethod
-    def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
-        """The device rounds of an engine; None if the host must run the rounds."""
-        if not isinstance(target, CapturedTarget) or not policy.runs_on_device:
-            return None
-        used = drafter if policy.drafter is not None else None
-        return cls(target, policy, used) if used is None or hasattr(used, "run_passes") else None
+    @property
+    def controller(self) -> Controller | None:
+        """The planner; None: rounds are plain."""
+        return self._controller if self.target.is_captured else self._host_controller
 
-    def can_run(self, sequences: Sequence[TokenSequence], draft: Any) -> bool:
-        """Whether rounds of these rows can run on the device. draft: the drafter's state of the rows."""
-        is_captured = (
-            self.failure is None
-            and self._target.is_captured
-            and (self._drafter is None or self._drafter.is_captured(draft))
-        )
-        return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= self.max_rows
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether acceptance probabilities and tables are learned."""
+        return self._calibration is not None
+
+    @property
+    def num_unknown(self) -> int:
+        """The most tokens of a row that the host may not know of."""
+        return MAX_TOKENS if self.target.is_captured else 0
+
+    def _is_captured(self, batch: Batch) -> bool:
+        """Whether the batch's round can be launched as CUDA graphs."""
+        if self.failure is not None or not self.target.is_captured or batch.chooser is not None:
+            return False
+        if self.drafter is not None and not (
+            hasattr(self.drafter, "run_passes") and self.drafter.is_captured(batch.draft)
+        ):
+            return False
+        return not any(row.offset for row in batch.cache.rows) and not any(map(needs_host, batch.sequences))
 
     # A round
 
@@ -120,25 +143,36 @@ class DeviceRounds:
     ) -> list[VerifyOutput] | None:
         """Launch a round, and take the results of the previous one. Returns the output of the prompt chunks.
 
-        Returns None if all answers have ended, so that nothing was launched. Raises a `RoundError`, and changes
-        nothing, if rounds cannot be captured here.
+        Returns None if all answers have ended, so that nothing was launched.
         """
-        if self._flight is not None and (self._is_last(batch) or self._must_move()):
+        is_captured = self._is_captured(batch)
+        if self._flight is not None and (not is_captured or self._is_last(batch) or self._must_move()):
             self.flush(clock)
         flight: Flight | None = None
         read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
-            flight, read = self._launch(batch, chunks)
+            if is_captured:
+                try:
+                    flight, read = self._launch(batch, chunks)
+                except RoundError:
+                    self.flush(clock)
+                    is_captured = False
+            if flight is None:
+                flight, read = self._run_direct(batch, chunks)
         batch.settle()
         meanwhile()
         self.flush(clock)
         self._flight = flight
+        if not is_captured:
+            self.flush(clock)
         return read
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a launched round's results have not been taken yet."""
-        return self._flight is not None
+    def _run_direct(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+        try:
+            return self._direct.run(batch, chunks)
+        except BaseException:
+            self._known.difference_update(batch.cache.rows)  # their texts here may be ahead of the host's
+            raise
 
     def flush(self, clock: Clock) -> None:
         """Take the results of the round in flight, if there is one."""
@@ -167,14 +201,14 @@ class DeviceRounds:
 
         choices: how their tokens may be chosen. longest: tokens of the longest text.
         """
-        target = self._target
+        target = self.target
         if not target.is_captured:
             return
         most = padded(max_rows, ROWS)
         lengths = [*(context for context in target.contexts if context < longest), longest]
         with target.launching(target.step_sizes[-1]) as (buffers, tables):
             round = self._round_for(target.pool)
-            draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
+            draft = self.drafter.prepare_pool(target.pool) if self.drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
             shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._planned_sizes(rows))]
             limits = self.controller.pass_limits if self.controller is not None else [0]
@@ -188,11 +222,11 @@ class DeviceRounds:
                 for context, choice, (learns, passes) in itertools.product(sorted(contexts), choices, kinds):
                     self._capture(round, buffers, tables, shape, context, choice, learns, passes, draft)
                 # A capture runs the step too, so it must see only padding rows.
-                self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
+                self.load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
                 self._propose(round, buffers, shape, self.contexts[0], 0, False)
                 for length in lengths:
                     target.captured_step(buffers, tables, shape.tokens, length)
-            self._learned.warm_up(round, buffers)
+            self._learned.warm_up(round)
 
     # Launching
 
@@ -209,7 +243,7 @@ class DeviceRounds:
         draft: int,
     ) -> tuple[Run, Run]:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
-        target, key = self._target, (id(buffers), *shape, context, draft)
+        target, key = self.target, (id(buffers), *shape, context, draft)
         owner = self._round_number  # graphs are over this round's memory, and engines may share a target's graphs
         draws = choice is not Choice.GREEDY and self.policy.knows_draws
         propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
@@ -218,45 +252,35 @@ class DeviceRounds:
         finish_key = (owner, "finish", choice, learns, *key)
         if not (target.has_captured(propose_key) and target.has_captured(finish_key)):
             # Warm-up runs before a capture would change texts and pages, so they must see only padding rows.
-            self._load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
+            self.load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
             target.capture(propose_key, propose)()
             target.capture(finish_key, finish)
         return target.capture(propose_key, propose), target.capture(finish_key, finish)
 
     def _must_move(self) -> bool:
-        return self._round is not None and self._pool_state != _state_of(self._target.pool)
+        return self._round is not None and self._pool_state != _state_of(self.target.pool)
 
     def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
         if self.failure is not None:
             raise RoundError(self.failure)
-        target, rows = self._target, batch.cache.rows
+        target, rows = self.target, batch.cache.rows
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         padded_rows = padded(num_rows, ROWS)
         draws = draws_of(batch.sequences, self.policy.knows_draws)
         kinds = [own.kind for own in draws]
-        plan = self._plan(batch, kinds, padded_rows, num_prefill)
+        plan = self.plan(batch, kinds, padded_rows, num_prefill)
         shape = RoundShape(padded_rows, plan.tokens)
-        in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
-        longest = 0  # text of the decoded rows, in tokens
-        for row in rows:
-            known = row.length + (MAX_TOKENS if id(row) in in_flight else 0)
-            longest = max(longest, known)
-            self._ensure(row, known + self._slots_ahead(shape))
-        for chunk in chunks:
-            target.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
+        longest = self.make_room(batch, chunks, shape)
         longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
         if self._flight is not None and self._must_move():
             # The pool has grown, so the texts on the device must move: take the round in flight first.
             self.flush(Clock())
-        setups = num_setups_of(target, self._drafter)
+        setups = num_setups_of(target, self.drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
-            round = self._round_for(target.pool)
-            draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
-            for sequence, row in zip(batch.sequences, rows, strict=True):
-                if row not in self._known:
-                    self._send_text(round, row, sequence.ids)
+            round = self.ready(batch)
+            draft = self.drafter.prepare_pool(target.pool) if self.drafter is not None else 0
             choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
-            learns = any(sequence.speculates for sequence in batch.sequences)
+            learns = self.learns(batch.sequences)
             context = context_for(longest, self.contexts)
             kind = (choice, learns, plan.max_passes, draft)
             try:
@@ -266,10 +290,11 @@ class DeviceRounds:
                     raise
                 raise self._give_up(first_line(error)) from error
             marks = [new_mark(target.device) for _ in range(4)]
-            self._load(round, batch.sequences, rows, draws, shape, plan)
+            self.load(round, batch.sequences, rows, draws, shape, plan)
             marks[0].record()
             propose()
-            read = self._load_chunks(buffers, shape, chunks)
+            reading = self.load_chunks(buffers, shape.tokens, shape.rows, chunks)
+            read = buffers.outputs_of(reading)
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
             if step is None:
@@ -284,8 +309,8 @@ class DeviceRounds:
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         results = {name: part.numpy() for name, part in round.results_in(here).items()}
-        draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
-        is_usual = setups == num_setups_of(target, self._drafter)
+        draft_rows = list(batch.draft.rows) if self.drafter is not None else [None] * num_rows
+        is_usual = setups == num_setups_of(target, self.drafter)
         of_rows = (list(batch.sequences), list(rows), draft_rows)
         return Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual), read
 
@@ -296,20 +321,54 @@ class DeviceRounds:
         self.failure = reason
         return RoundError(reason)
 
-    def _plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
-        speculates = any(sequence.speculates for sequence in batch.sequences)
-        if self.controller is None or not speculates:
+    # Parts of a round that captured and direct ones share
+
+    def plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
+        if self.controller is None or not self.learns(batch.sequences):
             return Plan(padded_rows, 0, ())
         return self.controller.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
+    @staticmethod
+    def learns(sequences: Sequence[TokenSequence]) -> bool:
+        """Whether something is learned from rounds of these sequences."""
+        return any(sequence.speculates for sequence in sequences)
+
+    def choice_of(self, kinds: Sequence[int], num_prefill: int) -> Callable[[np.ndarray], int] | None:
+        """The choice of the number of nodes from a round's candidates; None for plain rounds."""
+        planner = self._host_controller
+        return (lambda paths: planner.choose(paths, kinds, num_prefill)) if planner is not None else None
+
+    def make_room(self, batch: Batch, chunks: Sequence[Chunk], shape: RoundShape) -> int:
+        """Give rows and prompts pages for the round. Returns the longest text of a decoded row, in tokens."""
+        longest, pool = 0, self.target.pool
+        in_flight = set(map(id, self._flight.rows)) if self._flight is not None else set()
+        for row in batch.cache.rows:
+            known = row.length + (MAX_TOKENS if id(row) in in_flight else 0)
+            longest = max(longest, known)
+            self._ensure(row, known + self._slots_ahead(shape))
+        for chunk in chunks:
+            pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
+        return longest
+
+    def ready(self, batch: Batch) -> DeviceRound:
+        """The memory of rounds, with the batch's texts."""
+        round = self._round_for(self.target.pool)
+        for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
+            if row not in self._known:
+                self._send_text(round, row, sequence.ids)
+        return round
+
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
-        """Sizes of steps with trees, prompt tokens not counted."""
+        """Sizes of steps with trees, prompt tokens not counted; if steps are not padded, only the most tokens."""
         if self.controller is None:
             return []
+        most = num_rows * (1 + RoundShape(padded_rows, 0).cap)
+        if not self.target.is_captured:
+            return [min(most, MAX_TREE_TOKENS)]
         # Trees may enlarge a step up to MAX_TREE_TOKENS. If prompts fill more than that, trees only use its padding.
-        room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
-        most = min(room, num_rows * (1 + RoundShape(padded_rows, 0).cap))
-        return [size for size in self._target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
+        room = max(self.target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
+        most = min(room, most)
+        return [size for size in self.target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
 
     def _planned_sizes(self, padded_rows: int) -> list[int]:
         """Sizes of steps with trees that may be planned for `padded_rows` rows, which include padding."""
@@ -320,20 +379,21 @@ class DeviceRounds:
         return [size for size in sizes if size <= self.controller.fixed_size(padded_rows, sizes)]
 
     def _slots_ahead(self, shape: RoundShape) -> int:
-        drafted = self._drafter.num_slots if self._drafter is not None else 0
+        drafted = self.drafter.num_slots if self.drafter is not None else 0
         return max(shape.cap + 1, drafted, MAX_TOKENS)
 
     def _ensure(self, row: Row, num_slots: int) -> None:
-        pool = self._target.pool
+        pool = self.target.pool
         most = pool.max_slots
         pool.ensure(row, num_slots if most is None else min(num_slots, most))
 
     def _round_for(self, pool: PagePool) -> DeviceRound:
         """The memory of rounds over a pool. If the pool has moved, it is made anew and texts are sent again."""
         if self._round is None or self._must_move():
-            drafter, device = self._drafter, pool.device
+            drafter, device = self.drafter, pool.device
             old, self._known = self._round, weakref.WeakSet()
-            self._target.drop_captures(self._round_number)
+            if self.target.is_captured:
+                self.target.drop_captures(self._round_number)
             self._round_number = next(_ROUND_IDS)
             self._round = DeviceRound(
                 max_rows=min(padded(pool.num_table_rows, ROWS), self.max_rows),
@@ -345,7 +405,7 @@ class DeviceRounds:
                 num_passes=drafter.max_passes if drafter is not None else 0,
                 depths_of_pass=-(-drafter.max_depth // drafter.max_passes) if drafter is not None else 1,
                 sources=self._sources,
-                known=old.tables if old is not None else self._learned.new_tables(self._target.vocab_size, device),
+                known=old.tables if old is not None else self._learned.new_tables(self.target.vocab_size, device),
                 device=device,
             )
             if old is not None:
@@ -371,7 +431,7 @@ class DeviceRounds:
         texts.lengths[at : at + 1].fill_(len(ids))
         self._known.add(row)
 
-    def _load(
+    def load(
         self,
         round: DeviceRound,
         sequences: Sequence[TokenSequence],
@@ -426,13 +486,13 @@ class DeviceRounds:
         num_passes: int,
         has_draws: bool,
     ) -> None:
-        drafter, draft = self._drafter, None
+        drafter, draft = self.drafter, None
         if drafter is not None and num_passes:
             table_rows = round.inputs["table_rows"][: shape.rows]
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
             draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
             rows = (table_rows, lengths, round.roots, context)
-            asked = PassesOnDevice(self._target.pool, num_passes, *rows, round.made, draws)
+            asked = PassesOnDevice(self.target.pool, num_passes, *rows, round.made, draws)
             draft = partial(drafter.run_passes, asked)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 
@@ -447,6 +507,8 @@ class DeviceRounds:
         choice: Choice,
         learns: bool,
     ) -> None:
+        from graft.model.kernels import draw as draw_kernels  # needs Triton
+
         size, columns = shape.tokens, buffers.columns
         chosen: Tensor = buffers.best[:size]
         if choice is not Choice.GREEDY:
@@ -463,40 +525,47 @@ class DeviceRounds:
         if learns and self._calibration is not None:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
         round.finish(shape, columns, buffers.by_row, chosen, *learned)
-        self._target.commit_moves(tables, round.moves(shape))
-        if learns and self._drafter is not None:
-            self._drafter.run_entries(self._target.pool, round.entries(shape), buffers.hidden, context)
+        self.target.commit_moves(tables, round.moves(shape))
+        if learns and self.drafter is not None:
+            self.drafter.run_entries(self.target.pool, round.entries(shape), buffers.hidden, context)
 
     # Prompt chunks in the same step
 
-    def _load_chunks(self, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]) -> list[VerifyOutput]:
-        """Add prompt chunks after the trees. Their rows follow the padding row."""
+    def load_chunks(
+        self, inputs: Any, first: int, num_rows: int, chunks: Sequence[Chunk], is_padded: bool = True
+    ) -> list[Part]:
+        """Add prompt chunks after the trees' `first` tokens. Their rows follow the padding row.
+
+        Returns where they are in the step. is_padded: fill the step up to its padded size.
+        """
         if not chunks:
             return []
         step = FlatStep([], None, chunks)
-        first, row, count = shape.tokens, shape.rows + 1, step.num_tokens
-        size = self._target.size_for(first + count)
+        row, count = num_rows + 1, step.num_tokens
+        size = self.target.size_for(first + count) if is_padded else first + count
         columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
         columns[:, :count] = step.columns[:, :count]
         columns[4, :count] += row
-        columns[4, count:] = shape.rows
+        columns[4, count:] = num_rows
         by_row = step.by_row[:, : len(chunks)].copy()
         by_row[0] += first
         numbers = self._staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
-        buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
-        buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
-        step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
-        return buffers.outputs_of(step)[1]
+        inputs.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
+        inputs.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
+        return [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
 
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
         """Let the drafter and the tables learn from the prompt chunks of the last step."""
-        if self._drafter is not None:
-            self._drafter.read_chunks([(chunk.draft, chunk.row, chunk.verified, chunk.following) for chunk in chunks])
-        if self.failure is not None:
-            return
-        with self._target.launching(1) as (buffers, _):
-            if self._round is None or not self._must_move():  # while the pool grows, tables skip this chunk
-                self._learned.learn_prompts(self._round_for(self._target.pool), buffers, chunks)
+        if self.drafter is not None:
+            if hasattr(self.drafter, "read_chunks") and all(self.drafter.is_captured(chunk.draft) for chunk in chunks):
+                self.drafter.read_chunks([(each.draft, each.row, each.verified, each.following) for each in chunks])
+            else:
+                for chunk in chunks:
+                    self.drafter.read(chunk.draft, chunk.row, chunk.verified, chunk.following)
+        with self.target.launching(1):
+            # While a round is in flight and the pool grows, tables skip this chunk.
+            if self._sources.tables is not None and (self._flight is None or not self._must_move()):
+                self._learned.learn_prompts(self._round_for(self.target.pool), chunks)
 
     # What was learned
 
@@ -531,18 +600,26 @@ class DeviceRounds:
             own[: max(count - 1, 0)] for own, count in zip(found["places"][:num_rows].tolist(), counts, strict=True)
         ]
         num_passes = int(found["made"].sum()) if not shape.is_plain else 0
-        tree = flight.tree()
+        tree, drawn = flight.tree(), flight.drawn
         names, common = self.policy.sources, self.policy.common_sources
-        by_row = zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)
-        for number, (sequence, row, draft_row, new, accepted) in enumerate(by_row):
-            if not row.is_open or sequence.finish_reason is not None:
+        by_row = [*zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)]
+        is_over = [not row.is_open or sequence.finish_reason is not None for sequence, row, *_ in by_row]
+        for (_, row, draft_row, new, _), is_row_over in zip(by_row, is_over, strict=True):
+            if not is_row_over:
+                row.length += len(new)
+                if draft_row is not None:
+                    draft_row.length += len(new)
+        if flight.draft is not None and flight.verified is not None and self.learns(flight.sequences):
+            self.drafter.learn(flight.draft, flight.verified, nodes, tokens)
+        for number, (sequence, _, _, new, accepted) in enumerate(by_row):
+            if is_over[number]:
                 continue
-            row.length += len(new)
-            if draft_row is not None:
-                draft_row.length += len(new)
-            sequence.stats.draft_passes += num_passes
+            sequence.stats.draft_passes += num_passes if sequence.speculates else 0
+            considered = drawn if sequence.speculates and sequence.constraint is None else None
+            knew_noise = flight.knew_noise is not None and flight.knew_noise[number]
+            row = TreeRow(tree, flight.verified, number, names, considered, common, knew_noise)
             try:
-                sequence.extend(new, accepted, TreeRow(tree, None, number, names, None, common))
+                sequence.extend(new, accepted, row)
             except Exception as error:  # ends only that sequence
                 sequence.failure = error
         try:
@@ -590,6 +667,7 @@ class DeviceRounds:
                 propose_seconds=seconds[0] if is_usual else 0.0,
                 step_seconds=seconds[1] if is_usual else 0.0,
                 rest_seconds=rest,
+                draft_seconds=flight.draft_seconds,
             )
         )
 

@@ -43,10 +43,9 @@ class PageAllocator:
         self.engine, self.settings = engine, settings
         # Slots that a round may write after a row's committed text: the verified tree, or drafts.
         self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
-        self.max_rows = settings.max_rows
-        if engine.device_rounds is not None:  # the round in flight may have added tokens that the host does not know of
-            self.slots_ahead += engine.device_rounds.max_new_tokens
-            self.max_rows = min(self.max_rows, engine.device_rounds.max_rows)
+        # The round in flight may have added tokens that the host does not know of.
+        self.slots_ahead += engine.device_rounds.num_unknown
+        self.max_rows = min(settings.max_rows, engine.device_rounds.max_rows)
 
     @property
     def pool(self) -> PagePool:

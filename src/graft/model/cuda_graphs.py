@@ -21,6 +21,7 @@ from graft.errors import GraftError
 from graft.model.attention import KernelStep
 from graft.model.captures import (
     CONTEXTS,
+    ROWS,
     Captures,
     Event,
     Run,
@@ -29,6 +30,7 @@ from graft.model.captures import (
     is_out_of_memory,
     num_bytes,
     on_device,
+    padded,
     pinned_zeros,
     round_up,
 )
@@ -41,8 +43,8 @@ from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
 from graft.model.llama import FastLayers, Rotary
 from graft.model.plain_modules import changed_module
-from graft.model.runner import TargetRunner, concat_hidden, outputs_of
-from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
+from graft.model.runner import StepOutput, TargetRunner, concat_hidden
+from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep, Part
 from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
 from graft.progress import Report
 from graft.tree.tree import DraftTree
@@ -86,11 +88,15 @@ class StepBuffers:
     def is_in_use(self) -> bool:
         return any(output() is not None for output in self._outputs)
 
-    def outputs_of(self, step: FlatStep) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-        """The output of the step that was run last."""
-        tree, chunks = outputs_of(step, self.logits, self.hidden, (self.top_tokens, self.top_logits), True)
-        self._outputs = [weakref.ref(output) for output in (tree, *chunks) if output is not None]
-        return tree, chunks
+    @property
+    def output(self) -> StepOutput:
+        return StepOutput(self.logits, self.hidden, (self.top_tokens, self.top_logits))
+
+    def outputs_of(self, parts: Sequence[Part]) -> list[VerifyOutput]:
+        """The output of the step that was run last, by its parts."""
+        outputs = list(map(self.output.of, parts))
+        self._outputs = [weakref.ref(output) for output in outputs]
+        return outputs
 
     @staticmethod
     def _parts(numbers: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -364,20 +370,36 @@ class CapturedTarget(TargetRunner):
             run = self.captured_step(buffers, tables, size, max([row.length for row in step.rows], default=0))
             if run is not None:
                 run()
-                outputs = buffers.outputs_of(step)
+                outputs = buffers.outputs_of([part for part in (step.tree, *step.chunks) if part is not None])
         if run is None:
             return super().step(cache, tree, chunks, num_already_run)
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
-        return outputs
+        return outputs.pop(0) if tree is not None else None, outputs
+
+    def rows_for(self, num_rows: int) -> int:
+        return padded(num_rows, ROWS) if self.is_captured else num_rows
 
     @contextmanager
-    def launching(self, num_tokens: int) -> Iterator[tuple[StepBuffers, Tensor]]:
-        """Context of a device round's step of up to `num_tokens` tokens. Gives its buffers and block tables."""
+    def launching(self, num_tokens: int) -> Iterator[tuple[Any, Tensor]]:
         graphs = self._graphs
+        if graphs.failure is not None:
+            with super().launching(num_tokens) as given:
+                yield given
+            return
         with graphs.lock, self.pool.lock, on_device(graphs.device):
             tables = graphs.sync_tables()
             yield graphs.buffers_for(self, self.size_for(num_tokens), self.vocab_size), tables
+
+    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
+        run: Run | None = None
+        if isinstance(inputs, StepBuffers) and not any(row.offset for row in rows):  # graphs ignore rotary offsets
+            longest = max(row.length for row in rows)
+            run = self.captured_step(inputs, tables, self.size_for(num_tokens), longest)
+        if run is None:
+            return super().run_step(inputs, tables, rows, num_tokens)
+        run()
+        return inputs.output
 
     def capture(self, key: tuple[Any, ...], run: Run) -> Run:
         """The graph of other work on a step's buffers, captured under `key` at first use."""
@@ -390,20 +412,21 @@ class CapturedTarget(TargetRunner):
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are captured, or will be."""
         return self._graphs.failure is None
 
     def has_captured(self, key: tuple[Any, ...]) -> bool:
         return key in self._graphs.steps
 
     def commit_moves(self, tables: Tensor, moves: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        """Commit accepted paths of a device round. moves: by row, table row, length, places, and how many."""
+        if not self.is_captured:  # kernels may not run here
+            return super().commit_moves(tables, moves)
         table_rows, lengths, places, counts = moves
         for keys, values in self._store.pairs:
             attention_kernels.commit(keys, values, tables, table_rows, lengths, places, counts)
 
     def size_for(self, num_tokens: int) -> int:
-        """The size to which a step of `num_tokens` tokens is padded."""
+        if not self.is_captured:
+            return num_tokens
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
             raise GraftError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,47 @@ from graft.model.context import max_positions
 from graft.model.cpu_layers import CpuModel, Fused, why_not_on_cpu
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
-from graft.model.step import Chunk, FlatStep, Part
+from graft.model.captures import round_up
+from graft.model.step import COLUMNS, Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.unusual_layers import weights_in_words
-from graft.model.verified import VerifyOutput
+from graft.model.verified import VerifyOutput, top_logits
 from graft.progress import Report
 from graft.settings import require
 from graft.tree.tree import DraftTree
 
+
+class StepInputs:
+    """A step's inputs on the device: columns [6, room] and by_row [4, rows], int32, as in `FlatStep`."""
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self.room = room
+        self.columns = torch.zeros(COLUMNS, round_up(room), dtype=torch.int32, device=device)
+        self.by_row = torch.zeros(4, round_up(room + 1), dtype=torch.int32, device=device)  # one for padding tokens
+
+
+class StepOutput(NamedTuple):
+    """A step's output, until the next step."""
+
+    logits: Tensor  # [T, V] float32
+    hidden: Tensor  # [T, layers * H], as in `VerifyOutput`
+    highest: tuple[Tensor, Tensor] | None = None  # captured steps only: see `VerifyOutput`
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """The top-k successors of the first tokens, [count, k] int32, best first, and their logits."""
+        if self.highest is not None:
+            return self.highest[0][:count], self.highest[1][:count]
+        tokens, logits = top_logits(self.logits[:count])
+        return tokens.int(), logits
+
+    def of(self, part: Part) -> VerifyOutput:
+        """The output for a part of the step."""
+        return VerifyOutput(
+            part.tokens, part.index, part.counts, self.logits, self.hidden, self.highest, self.highest is not None
+        )
+
+
+_FIRST_ROOM = 512  # initial room for a step's inputs, in tokens
 _IN_USE = "the KV cache is in use already: set its size before anything is decoded"
 
 
@@ -59,6 +92,7 @@ class TargetRunner:
         self._fused = Fused(model, why_not_on_cpu, CpuModel)  # on a CPU
         self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
+        self._step_inputs: StepInputs | None = None
         if pool is not None:
             self._use_pool(pool)
 
@@ -219,6 +253,55 @@ class TargetRunner:
         """Commit each row's root and accepted path; see `KVCache.commit`."""
         cache.commit(paths)
 
+    # Steps whose inputs are made on the device
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are captured in CUDA graphs, or will be."""
+        return False
+
+    def size_for(self, num_tokens: int) -> int:
+        """The size to which a step of `num_tokens` tokens is padded."""
+        return num_tokens
+
+    def rows_for(self, num_rows: int) -> int:
+        """The number to which the rows of a round are padded."""
+        return num_rows
+
+    @contextmanager
+    def launching(self, num_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+        """Context of a round's step of up to `num_tokens` tokens. Gives its inputs and the block tables."""
+        inputs = self._step_inputs
+        if inputs is None or inputs.room < num_tokens or inputs.columns.device != self.device:
+            inputs = self._step_inputs = StepInputs(max(2 * num_tokens, _FIRST_ROOM), self.device)
+        yield inputs, self.pool.tables
+
+    @torch.no_grad()
+    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
+        """Run the step that is in `inputs`; nothing is committed.
+
+        rows: of the step, by their numbers there; those that only pad have no tokens.
+        """
+        step = FlatStep((), None, (), inputs.columns.cpu().numpy(), inputs.by_row.cpu().numpy())
+        step.rows, step.num_tokens = list(rows), num_tokens
+        logits, hidden = self._run_model(*self._inputs(step))
+        return StepOutput(logits[0].float(), hidden[0])
+
+    def commit_moves(self, tables: Tensor, moves: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Move keys and values of accepted paths together. moves: by row, table row, length, places, and how many."""
+        table_rows, lengths, places, counts = (part.cpu().numpy() for part in moves)
+        wanted = np.arange(1, places.shape[1] + 1)
+        rows, steps = np.nonzero((places != wanted) & (wanted <= counts[:, None]))
+        if len(rows):
+            pages = self.pool.sync().cpu().numpy()
+
+            def slots(of: np.ndarray) -> Tensor:
+                at = lengths[rows] + of
+                return torch.from_numpy(pages[table_rows[rows], at // PAGE].astype(np.int64) * PAGE + at % PAGE)
+
+            source, target = slots(places[rows, steps]), slots(steps + 1)
+            self._store.move(source.to(self.device), target.to(self.device))
+
     def _make_room(self, rows: Sequence[Row], tree: DraftTree | None, chunks: Sequence[Chunk]) -> None:
         if tree is not None:
             pool, width = self.pool, tree.width
@@ -232,7 +315,8 @@ class TargetRunner:
         """Run the step eagerly, by the model's own code."""
         is_run = step.skip_already_run(num_already_run) if num_already_run else None
         logits, hidden = self._run_model(*self._inputs(step, is_run))
-        return outputs_of(step, logits[0].float(), hidden[0])
+        output = StepOutput(logits[0].float(), hidden[0])
+        return output.of(step.tree) if step.tree is not None else None, [output.of(part) for part in step.chunks]
 
     def _inputs(
         self, step: FlatStep, is_run: np.ndarray | None = None
@@ -281,21 +365,6 @@ class TargetRunner:
         return output.logits, concat_hidden(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
-
-
-def outputs_of(
-    step: FlatStep,
-    logits: Tensor,
-    hidden: Tensor,
-    highest: tuple[Tensor, Tensor] | None = None,
-    is_captured: bool = False,
-) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-    """Split a flat step's output: the trees' part, and each chunk's."""
-
-    def of(part: Part) -> VerifyOutput:
-        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, is_captured)
-
-    return of(step.tree) if step.tree is not None else None, [of(part) for part in step.chunks]
 
 
 def concat_hidden(hidden: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         constraints: Sequence[Constraint | None] | None = None,
+        num_prompt_tokens: Sequence[int] | None = None,
     ) -> None:
+        """histories: the rows' texts. num_prompt_tokens: of each; None: all of the text is prompt."""
         self._settings = list(settings)
         self._device = device
         self._columns: dict[str, Tensor] = {}  # [B] settings on the device, made on demand
@@ -101,8 +103,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._ends = [(*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids) for s in settings]
         # Values that change with every token are plain numbers on the host.
-        self._positions = [len(h) for h in histories]  # of the token to choose
-        self._generated = [0] * len(settings)
+        self.positions = [len(h) for h in histories]  # of the token to choose
+        num_prompt = num_prompt_tokens if num_prompt_tokens is not None else self.positions
+        self._generated = [length - own for length, own in zip(self.positions, num_prompt, strict=True)]
 
         shape = (len(settings), vocab_size)
         self._seen: Tensor | None = None  # [B, V] bool, in prompt or answer
@@ -115,6 +118,9 @@ class Sampler:
                 self._seen[row, torch.tensor(history, device=device)] = True
         if any(s.presence_penalty or s.frequency_penalty for s in settings):
             self._counts = torch.zeros(shape, device=device)
+            for row, (history, own) in enumerate(zip(histories, num_prompt, strict=True)):
+                answer = torch.tensor(history[own:], dtype=torch.int64, device=device)
+                self._counts[row].index_add_(0, answer, torch.ones(len(answer), device=device))
         if any(s.logit_bias for s in settings):
             self._bias = torch.zeros(shape, device=device)
             for row, s in enumerate(settings):
@@ -162,7 +168,7 @@ class Sampler:
         scores = self._constrained(self._penalized(logits.float()), walking)
         tokens = scores.argmax(dim=1)
         if any(s.temperature for s in self._settings):
-            positions, temperature = torch.tensor(self._positions, device=logits.device), self._column("temperature")
+            positions, temperature = torch.tensor(self.positions, device=logits.device), self._column("temperature")
             noise = gumbel_noise(self._column("seed"), positions, self._vocab_size)
             scores = scores / temperature.clamp(min=1e-6)[:, None]
             drawn = (self._truncated(scores) + noise).argmax(dim=1)
@@ -180,7 +186,7 @@ class Sampler:
             return None
         assert s.seed is not None
         temperature = draft_temperature(s.temperature, s.min_p)
-        return RowDraws(s.seed, self._positions[row], temperature, s.logit_bias, self._ends[row], num_unending)
+        return RowDraws(s.seed, self.positions[row], temperature, s.logit_bias, self._ends[row], num_unending)
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after bias, penalties and min_tokens."""
@@ -219,7 +225,7 @@ class Sampler:
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
         rows = [row for row, walks in enumerate(walking) if walks]
         for row in rows:
-            self._positions[row] += 1
+            self.positions[row] += 1
             self._generated[row] += 1
         if self._seen is not None:
             self._seen[rows, tokens[rows]] = True

@@ -1,4 +1,4 @@
-"""Batch: the sequences that are decoded together, with the KV cache, sampler and draft state of their rows."""
+"""Batch: the sequences that are decoded together, with the KV cache and draft state of their rows."""
 
 from __future__ import annotations
 
@@ -20,25 +20,12 @@ class Batch:
 
     sequences: list[Sequence]
     cache: KVCache  # of the target
-    chooser: Chooser
+    chooser: Chooser | None = None  # the caller's own; None: tokens are chosen by the sequences' settings
     draft: Any = None  # the drafter's DraftState
-    is_on_device: bool = False  # whether it is decoded in device rounds
-    num_prefill_tokens: int = 0  # prompt tokens of other batches in the coming step
-    _max_depth: int | None = None  # cached for the current round
 
     def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
         return torch.tensor([sequence.ids[-1] for sequence in self.sequences])
-
-    @property
-    def max_depth(self) -> int:
-        """The longest useful path of a tree. The last token of a round is the target's own."""
-        if self._max_depth is None:
-            self._max_depth = max([sequence.num_remaining for sequence in self.sequences]) - 1
-        return self._max_depth
-
-    def begin_round(self, num_prefill_tokens: int) -> None:
-        self.num_prefill_tokens, self._max_depth = num_prefill_tokens, None
 
     def settle(self) -> None:
         """Settle the sequences' earlier rounds while the device computes. A failure ends only that sequence."""
@@ -56,7 +43,7 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Append the rows of another batch that the same engine opened."""
-        chooser = self.chooser.concat(other.chooser)
+        chooser = self.chooser.concat(other.chooser) if self.chooser is not None else None
         draft = self.draft.concat(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
@@ -66,7 +53,7 @@ class Batch:
         """Keep only these rows, and release the pages of the others."""
         stay = set(rows)
         kept = sorted(stay)
-        chooser = self.chooser.select(kept)
+        chooser = self.chooser.select(kept) if self.chooser is not None else None
         draft = self.draft.select(kept) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in kept])
         gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]

@@ -54,6 +54,7 @@ class Outcome:
     propose_seconds: float  # 0 if unknown
     step_seconds: float
     rest_seconds: float  # of the accept phase, and of the pause before the round
+    draft_seconds: float = 0.0  # of all draft passes, if the host makes them
 
 
 class PassSeconds:
@@ -194,6 +195,12 @@ class Controller:
         """Learn from a round."""
         if self.calibration is None:
             return
+        self._learn_seconds(outcome)
+        if not outcome.is_plain:
+            expected = self._learn_candidates(outcome)
+            self._learn_acceptance(outcome, expected)
+
+    def _learn_seconds(self, outcome: Outcome) -> None:
         num_rows, is_plain = outcome.num_rows, outcome.is_plain
         if outcome.step_seconds > 0 and self.fixed is None:
             num_tokens = self._padded(outcome.tokens + outcome.num_prefill_tokens)
@@ -203,17 +210,20 @@ class Controller:
             rest.observe(num_rows, outcome.rest_seconds, most=outcome.step_seconds)
             if not is_plain:
                 self.proposing.observe(num_rows, outcome.num_passes, outcome.propose_seconds)
-        if is_plain:
-            return
+
+    def _learn_candidates(self, outcome: Outcome) -> np.ndarray:
+        """Learn from what was proposed. Returns [rows, cap] the expected tokens of the likeliest nodes."""
+        assert self.calibration is not None
         self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted))
         self._usual_passes += WEIGHT * (outcome.num_passes - self._usual_passes)
         ratios = np.array(self.path_calibration.ratios)
         num_powers = len(ratios) // NUM_KINDS
         powers = np.clip(-np.frexp(outcome.paths)[1], 0, num_powers - 1) + num_powers * np.array(outcome.kinds)[:, None]
         expected = np.where(outcome.paths > 0, outcome.paths * ratios[powers], 0.0)
-        self._learn_gains(num_rows, expected)
+        self._learn_gains(outcome.num_rows, expected)
         self._learn_passes(outcome, expected)
-        self._learn_acceptance(outcome, expected)
+        self._learn_paths(outcome)
+        return expected
 
     def _learn_gains(self, num_rows: int, expected: np.ndarray) -> None:
         gains = np.concatenate([[0.0], np.cumsum(np.sort(expected.ravel())[::-1])]) / num_rows
@@ -245,6 +255,9 @@ class Controller:
             num_rows, num_nodes = outcome.num_rows, int(outcome.num_nodes.sum())
             size = TreeSize(num_nodes, num_rows, hoped, 1.0)
             self.budget.observe(num_rows, num_rows + num_accepted, size, outcome.num_passes)
+
+    def _learn_paths(self, outcome: Outcome) -> None:
+        is_verified = np.arange(outcome.paths.shape[1]) < outcome.num_nodes[:, None]
         verified = np.where(is_verified, outcome.paths, 0.0)[:, : int(outcome.num_nodes.max())]
         paths = np.concatenate([np.ones((len(verified), 1), verified.dtype), verified], axis=1)
         self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes, outcome.kinds)

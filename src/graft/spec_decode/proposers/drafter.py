@@ -89,6 +89,12 @@ class Drafter(Protocol):
     def knows(self, draws: ComingDraws) -> bool:
         """Whether its `passes` can use these draws."""
 
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        """By pass: the most nodes that it gives each row, if `KEPT_OF_A_LEVEL` of each level are kept."""
+
+    def beams_of(self, num_rows: int) -> int:
+        """Nodes of a level that the next pass expands."""
+
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
         """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
 
@@ -151,12 +157,6 @@ class DrafterOnDevice(Drafter, Protocol):
     def prepare_pool(self, pool: PagePool) -> int:
         """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        """By pass: the number of nodes that it gives each row."""
-
-    def beams_of(self, num_rows: int) -> int:
-        """Nodes of a level that the next pass expands."""
-
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         """Run the passes within a graph, each only if its flag in `asked.made` is set when it runs.
 
@@ -198,6 +198,13 @@ class LevelByLevel(ABC):
     @property
     def num_slots(self) -> int:
         return self.settings.depth * self.settings.topk
+
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        topk = min(self.settings.topk, KEPT_OF_A_LEVEL)
+        return (topk, *[min(max(topk, KEPT_OF_A_LEVEL), topk * topk)] * self.settings.depth)
+
+    def beams_of(self, num_rows: int) -> int:
+        return self.num_beams
 
     @abstractmethod
     def levels(

@@ -19,7 +19,7 @@ from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, Verif
 from graft.model.noise import ComingDraws
 from graft.settings import require
 from graft.spec_decode.proposers import small_model
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
 from graft.spec_decode.proposers.text_alignment import (
     DraftedTree,
@@ -108,6 +108,9 @@ class OtherTokenizerDrafter(SmallModelDrafter):
     @property
     def num_beams(self) -> int:
         return 0  # there is only one pass
+
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        return (KEPT_OF_A_LEVEL * self.max_depth,)
 
     @property
     def max_depth(self) -> int:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,6 +152,15 @@ class Entries:
 AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
+class Walked(NamedTuple):
+    """Accepted paths, found by the host, of R rows with padding."""
+
+    num_tokens: int  # of the step, without padding
+    counts: Tensor  # [R] int32 new tokens of each row; 0 for padding
+    tokens: Tensor  # [R, MAX_TOKENS] int32
+    nodes: Tensor  # [R, MAX_TOKENS] int32 the step's token after which each was chosen
+
+
 @contextmanager
 def alongside(stream: Any, work: Callable[[], None]) -> Iterator[None]:
     """Launch `work` on a stream of its own, and let it run beside what is launched in the context.
@@ -169,6 +179,15 @@ def alongside(stream: Any, work: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         current.wait_stream(stream)
+
+
+def _keep_best(ranked: ranking.Ranked, total: int) -> None:
+    """Keep only the `total` likeliest nodes of all rows; among equals, the first."""
+    paths, counts = ranked.paths.numpy(), ranked.counts.numpy()
+    if total < counts.clip(min=0).sum():
+        best = np.argsort(-paths, axis=None, kind="stable")[:total]
+        counts[counts > 0] = 0
+        counts += np.bincount(best // paths.shape[1], minlength=len(counts)).astype(np.int32)
 
 
 class DeviceRound:
@@ -258,10 +277,13 @@ class DeviceRound:
         max_context: int,
         draft: Callable[[AddLevel], None] | None,
         stride: int = 0,
+        choose: Callable[[np.ndarray], int] | None = None,
     ) -> None:
         """Write the step to verify.
 
         draft: runs all passes, each behind the gate of its flag, and adds their nodes. stride: see `ranking.lay_out`.
+        choose: lowers the number of nodes of all rows together, given the path probabilities [R, cap] of each row's
+        likeliest nodes; only where the host sees this memory.
         """
         inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
@@ -300,6 +322,8 @@ class DeviceRound:
             if sources.is_calibrated:
                 ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, kinds, sources.drafted or 0)
             ranking.rank(self.pool, pool_shape, caps, ranked, inputs["total"])
+            if choose is not None:
+                _keep_best(ranked, choose(ranked.paths.numpy()))
         ranking.lay_out(
             *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
             shape.tokens,
@@ -342,7 +366,7 @@ class DeviceRound:
         shape: RoundShape,
         columns: Tensor,  # [6, room] int32 the step, as `propose` wrote it
         by_row: Tensor,  # [4, rows] int32
-        chosen: Tensor,  # [tokens] the token chosen after each
+        chosen: Tensor | Walked,  # [T] the token chosen after each of the step's tokens, or the paths walked so far
         successors: Tensor | None,  # [tokens, k] int32 the target's likeliest tokens after each; None: learn nothing
         logits: Tensor | None,  # [tokens, k] float32
     ) -> None:
@@ -350,14 +374,19 @@ class DeviceRound:
 
         Afterwards `moves` and `entries` say what the engine and the drafter have to do.
         """
-        inputs, found, rows, size = self.inputs, self.found, shape.rows, shape.tokens
+        inputs, found, rows = self.inputs, self.found, shape.rows
         table_rows, starts, sizes = inputs["table_rows"][:rows], by_row[0], by_row[1]
         counts, new = found["counts"][:rows], found["tokens"][:rows]
+        size = chosen.num_tokens if isinstance(chosen, Walked) else len(chosen)
         found["step"][:, :size].copy_(columns[:2, :size])
-        walk.follow(
-            *(columns[0, :size], columns[1, :size], chosen, starts, sizes, counts, new, self._nodes[:rows]),
-            most=1 if shape.is_plain else shape.cap + 1,
-        )
+        if isinstance(chosen, Walked):
+            for part, walked in zip((counts, new, self._nodes[:rows]), chosen[1:], strict=True):
+                part.copy_(walked)
+        else:
+            walk.follow(
+                *(columns[0, :size], columns[1, :size], chosen, starts, sizes, counts, new, self._nodes[:rows]),
+                most=1 if shape.is_plain else shape.cap + 1,
+            )
         outcome.advance(
             *(self.texts, table_rows, starts, counts, new, self._nodes[:rows], found["places"][:rows]),
             *(self._accepted[:rows], self._committed[:rows], self._factors, self._emitted[:rows]),

@@ -121,12 +121,6 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
 
     # Rounds on the device
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        return (self.settings.nodes,)
-
-    def beams_of(self, num_rows: int) -> int:
-        return self.num_beams
-
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         num_rows = asked.num_rows
         buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, None, asked.draws is not None)

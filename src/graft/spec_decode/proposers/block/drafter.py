@@ -98,6 +98,12 @@ class BlockDrafter(EagerDrafter[DraftRow]):
     def num_slots(self) -> int:
         return self.head.config.block_size
 
+    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
+        return (self.settings.nodes,)
+
+    def beams_of(self, num_rows: int) -> int:
+        return self.num_beams
+
     @torch.no_grad()
     def passes(
         self,

@@ -1,0 +1,175 @@
+"""Direct rounds: the host calls the kernels and the models of a round one after the other, and walks the trees.
+
+So run all rounds on a CPU, and those on a GPU whose model or drafter cannot be captured, or whose tokens a caller
+chooses. They are the rounds of `DeviceRounds` in the same memory; only here the host has the results at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graft.engine.device_rows import needs_host
+from graft.engine.flight import Flight, drawn_tree
+from graft.engine.marks import new_mark
+from graft.model import Chunk, Row, VerifyOutput
+from graft.model.captures import Event
+from graft.model.noise import NOT_SAMPLED, ComingDraws, RowDraws
+from graft.model.runner import StepOutput
+from graft.model.sampler import Chooser, Sampler
+from graft.model.step import Part
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence as TokenSequence
+from graft.spec_decode.acceptance import walk_step
+from graft.spec_decode.controller import Plan
+from graft.spec_decode.proposers.drafter import num_setups_of
+from graft.spec_decode.proposers.host_passes import add_passes
+from graft.tree.device.round import MAX_TOKENS, AddLevel, RoundShape, Walked
+
+if TYPE_CHECKING:
+    from graft.engine.device_rounds import DeviceRounds
+
+_UNKNOWN = RowDraws(0, 0, 0.0)
+
+
+class DirectRounds:
+    """Runs direct rounds in the memory of an engine's device rounds."""
+
+    def __init__(self, rounds: DeviceRounds, new_sampler: Callable[[Sequence[TokenSequence]], Sampler]) -> None:
+        self._rounds, self._target, self._new_sampler = rounds, rounds.target, new_sampler
+        self._sampler: Sampler | None = None  # of the last round's rows
+        self._sampled: list[int] = []  # the numbers of their sequences
+
+    @torch.no_grad()
+    def run(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+        """Run a round down to the choice of its tokens. Returns it, and the output of the prompt chunks."""
+        rounds, target, rows = self._rounds, self._target, batch.cache.rows
+        num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
+        is_padded = target.is_captured and not any(row.offset for row in rows)
+        padded_rows = target.rows_for(num_rows) if is_padded else num_rows
+        chooser = self._chooser_of(batch)
+        draws = self._coming_draws(batch, chooser)
+        kinds = draws.kinds if draws is not None else [NOT_SAMPLED] * num_rows
+        max_depth = min(max(sequence.num_remaining for sequence in batch.sequences), MAX_TOKENS) - 1
+        plan = rounds.plan(batch, kinds, padded_rows, num_prefill) if max_depth else Plan(padded_rows, 0, ())
+        shape = RoundShape(padded_rows, plan.tokens)
+        rounds.make_room(batch, chunks, shape)
+        setups = num_setups_of(target, rounds.drafter)
+        marks = [new_mark(target.device) for _ in range(4)]
+        with target.launching(shape.tokens + num_prefill) as (inputs, tables):
+            round = rounds.ready(batch)
+            known = [own or _UNKNOWN for own in draws.rows] if draws is not None else [_UNKNOWN] * num_rows
+            rounds.load(round, batch.sequences, rows, known, shape, plan)
+            marks[0].record()
+            passes = _Passes(rounds, batch, draws, shape, max_depth, plan.max_passes, round.made)
+            longest = max(row.length for row in rows) + 1
+            choose = None if is_padded else rounds.choice_of(kinds, num_prefill)
+            round.propose(shape, inputs.columns, inputs.by_row, longest, passes if plan.max_passes else None, 0, choose)
+            starts, sizes = (part[:num_rows].tolist() for part in inputs.by_row[:2].cpu())
+            size = shape.tokens if is_padded else sum(sizes)
+            reading = rounds.load_chunks(inputs, size, padded_rows, chunks, is_padded)
+            marks[1].record()
+            padding = [Row(0)] * (padded_rows + 1 - num_rows) if is_padded or chunks else []
+            all_rows = [*rows, *padding, *(chunk.row for chunk in chunks)]
+            output = target.run_step(inputs, tables, all_rows, size + num_prefill)
+            target.synchronize()
+            marks[2].record()
+            columns = inputs.columns[:, :size].cpu().numpy()
+            verified = _output_of(output, columns, starts, sizes)
+            learned = (
+                output.likeliest(size) if rounds.is_calibrated and rounds.learns(batch.sequences) else (None, None)
+            )
+            if _are_greedy(batch) and batch.chooser is None:
+                best = learned[0][:, 0] if learned[0] is not None else output.logits[:size].argmax(dim=1)
+                chosen: Tensor | Walked = best.long()
+            else:
+                is_open = [sequence.finish_reason is None for sequence in batch.sequences]
+                walk = walk_step(columns, starts, sizes, output.logits, chooser, is_open, MAX_TOKENS)
+                chosen = _walked(walk, starts, size, shape.rows, target.device)
+            round.finish(shape, inputs.columns, inputs.by_row, chosen, *learned)
+            target.commit_moves(tables, round.moves(shape))
+            marks[3].record()
+        for chunk in chunks:
+            chunk.row.length += len(chunk.tokens)
+        results = {name: part.cpu().numpy() for name, part in round.found.items()}
+        is_usual = setups == num_setups_of(target, rounds.drafter)
+        of_rows = (list(batch.sequences), list(rows), [None] * num_rows, kinds)
+        flight = Flight(*of_rows, shape, num_prefill, results, marks, Event(target.device), is_usual)
+        flight.verified, flight.draft, flight.draft_seconds = verified, batch.draft, passes.seconds
+        flight.knew_noise = [own is not None and own.kind > 0 for own in draws.rows] if draws is not None else None
+        if any(sequence.is_recorded for sequence in batch.sequences):
+            flight.drawn = drawn_tree(round, shape, num_rows)
+        return flight, [output.of(part) for part in reading]
+
+    def _chooser_of(self, batch: Batch) -> Chooser:
+        """The caller's own chooser, or a sampler of the rows' settings, whose state follows from their texts."""
+        if batch.chooser is not None:
+            return batch.chooser
+        numbers = [sequence.number for sequence in batch.sequences]
+        lengths = [len(sequence.ids) for sequence in batch.sequences]
+        if self._sampler is None or numbers != self._sampled or self._sampler.positions != lengths:
+            self._sampler, self._sampled = self._new_sampler(batch.sequences), numbers
+        return self._sampler
+
+    def _coming_draws(self, batch: Batch, chooser: Chooser) -> ComingDraws | None:
+        """What the trees may use of the rows' coming draws; None: nothing."""
+        policy, drafter = self._rounds.policy, self._rounds.drafter
+        draws = chooser.coming_draws() if policy.knows_draws else None
+        return draws if draws is not None and (drafter is None or drafter.knows(draws)) else None
+
+
+class _Passes:
+    """The draft passes of a round, whoever drafts."""
+
+    def __init__(
+        self,
+        rounds: DeviceRounds,
+        batch: Batch,
+        draws: ComingDraws | None,
+        shape: RoundShape,
+        max_depth: int,
+        max_passes: int,
+        made: Tensor,
+    ) -> None:
+        self._rounds, self._batch, self._draws = rounds, batch, draws
+        self._shape, self._max_depth, self._max_passes, self._made = shape, max_depth, max_passes, made
+        self.seconds = 0.0
+
+    def __call__(self, add_level: AddLevel) -> None:
+        start, drafter, batch = time.perf_counter(), self._rounds.drafter, self._batch
+        keep = self._rounds.policy.kept_of_a_level
+        passes = drafter.passes(batch.draft, batch.roots(), keep=keep, draws=self._draws)
+        sizes = drafter.level_sizes(self._shape.rows)[: self._max_passes]
+        add_passes(passes, self._made, sizes, self._shape.rows, self._max_depth, add_level)
+        self.seconds = time.perf_counter() - start
+
+
+def _are_greedy(batch: Batch) -> bool:
+    """Whether the likeliest token is chosen everywhere."""
+    return all(sequence.settings.temperature == 0 and not needs_host(sequence) for sequence in batch.sequences)
+
+
+def _walked(
+    walk: tuple[list[list[int]], list[list[int]]], starts: Sequence[int], size: int, num_rows: int, device: torch.device
+) -> Walked:
+    counts = np.zeros(num_rows, dtype=np.int32)
+    tokens, nodes = np.zeros((2, num_rows, MAX_TOKENS), dtype=np.int32)
+    for row, (new, path, start) in enumerate(zip(*walk, starts, strict=True)):
+        counts[row] = len(new)
+        tokens[row, : len(new)] = new
+        nodes[row, : len(new)] = start + np.array([0, *path])[: len(new)]
+    return Walked(size, *(torch.from_numpy(part).to(device) for part in (counts, tokens, nodes)))
+
+
+def _output_of(output: StepOutput, columns: np.ndarray, starts: Sequence[int], sizes: Sequence[int]) -> VerifyOutput:
+    """The target's output for the trees."""
+    places = np.arange(max(sizes))
+    first, count = np.array(starts)[:, None], np.array(sizes)[:, None]
+    index = torch.from_numpy(first + np.where(places < count, places, 0))
+    tokens = torch.from_numpy(columns[0].astype(np.int64))[index]
+    return output.of(Part(tokens, index, list(sizes)))
