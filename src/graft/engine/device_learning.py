@@ -1,139 +1,49 @@
-"""What device rounds learn: n-gram tables and finished texts, exchanged with the retrievers of the host."""
+"""How the tables learn from prompt chunks."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from graft.engine.device_rows import ReadChunk
 from graft.engine.staging import Staging
 from graft.model.verified import top_logits
-from graft.request.sequence import Sequence as TokenSequence
-from graft.spec_decode.policies import Policy
-from graft.spec_decode.proposers.base import named, part_of
-from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
-from graft.tree.device.round import DeviceRound, Sources
-from graft.tree.device.tables import Tables
-
-_TABLES = ("trigram", "bigram", "adjacency")
-_ROWS = 1 << 18  # rows of a hashed table
+from graft.tree.device.round import DeviceRound
 
 
-class DeviceLearning:
-    """Fills the tables and the ring of finished texts of a `DeviceRound`."""
+def warm_up(round: DeviceRound, staging: Staging) -> None:
+    """Compile the kernels of `learn_prompts`, by a token that belongs to no row and so changes nothing."""
+    if round.tables is None:
+        return
+    successors = torch.zeros(1, round.tables.entries.shape[1], dtype=torch.int32, device=round.device)
+    step, starts = staging.send([0, 0, 0, 1]).view(4, 1), staging.send([0])
+    before, salts = staging.send([-1, -1]).view(2, 1), staging.send([0], torch.int64)
+    round.learn([*step], starts, before, salts, successors, successors.float(), num_rows=1, is_text=True)
 
-    def __init__(self, policy: Policy, sources: Sources, staging: Staging) -> None:
-        self._policy, self._sources, self._staging = policy, sources, staging
-        self._num_past = 0  # tokens of finished texts ever written
 
-    def owner_of(self, sequence: TokenSequence) -> int:
-        """The owner whose finished texts the row copies; 0: texts without an owner."""
-        return sequence.owner or 0 if self._policy.isolated else 0
-
-    def new_tables(self, vocab_size: int, device: torch.device) -> Tables | None:
-        if self._sources.tables is None:
-            return None
-        isolated = self._policy.isolated
-        rows = ISOLATED_ROWS if isolated else _ROWS
-        sizes = (rows, rows, rows if isolated else vocab_size)
-        return Tables.make(sizes, (True, True, isolated), FACTORS, isolated, device)
-
-    def load(self, round: DeviceRound) -> None:
-        """Send the state of the host's retrievers to the device."""
-        state = {key: value for each in self._policy.retrievers for key, value in each.state().items()}
-        if round.tables is not None:
-            round.tables.entries.fill_(-1)
-            for number, name in enumerate(_TABLES):
-                held = part_of(state, name)
-                rows = held["rows"].long().to(round.device) + round.tables.starts[number]
-                round.tables.entries[rows] = held["entries"].to(round.device)
-                if "tags" in held:
-                    round.tables.tags[rows] = held["tags"].to(round.device)
-        past = part_of(state, "past")
-        self._num_past = 0
-        round.texts.past_end.zero_()
-        if past and self._sources.copies is not None:
-            for text in past["tokens"].split(past["lengths"].tolist()):
-                self.add_text(round, text.tolist(), 0)
-
-    def state(self, round: DeviceRound) -> dict[str, Tensor]:
-        """What was learned on the device, in the format of the retrievers' own states."""
-        if round.tables is None:
-            return {}
-        held: dict[str, Tensor] = {}
-        ends = [*round.tables.starts.tolist(), len(round.tables.entries)]
-        for number, (name, (first, end)) in enumerate(zip(_TABLES, itertools.pairwise(ends), strict=True)):
-            entries, tags = round.tables.entries[first:end], round.tables.tags[first:end]
-            rows = (entries[:, 0] >= 0).nonzero().squeeze(1)
-            own = {"rows": rows.int().cpu(), "entries": entries[rows].cpu()}
-            is_hashed = int(round.tables.row_bits[number]) > 0
-            held |= named(name, own | ({"tags": tags[rows].cpu()} if is_hashed else {}))
-        if not self._policy.isolated:
-            held |= named("past", self._texts(round))
-        return held
-
-    def _texts(self, round: DeviceRound) -> dict[str, Tensor]:
-        """The finished texts, without the oldest one if a part of it was overwritten."""
-        size = len(round.texts.past)
-        first = max(self._num_past - size, 0)
-        places = torch.arange(first, self._num_past, device=round.device) % size
-        tokens = round.texts.past[places].tolist()
-        texts = [list(group) for is_text, group in itertools.groupby(tokens, lambda token: token >= 0) if is_text]
-        texts = texts[1:] if first else texts
-        flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
-        return {"tokens": flat, "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64)}
-
-    def add_text(self, round: DeviceRound, text: Sequence[int], owner: int) -> None:
-        """Write a finished text over the oldest ones."""
-        texts = round.texts
-        size = len(texts.past)
-        ids = [*text[-size // 2 :], -1]
-        tokens, at = self._staging.send(ids), self._num_past % size
-        before_wrap = min(len(ids), size - at)
-        for first, place, count in ((0, at, before_wrap), (before_wrap, 0, len(ids) - before_wrap)):
-            if count > 0:
-                texts.past[place : place + count].copy_(tokens[first : first + count])
-                texts.owners[place : place + count].fill_(owner)
-        self._num_past += len(ids)
-        ends = self._staging.send([self._num_past, max(self._num_past - size, 0)], torch.int64)
-        texts.past_end.copy_(ends)
-
-    # Prompts
-
-    def warm_up(self, round: DeviceRound) -> None:
-        """Compile the kernels of `learn_prompts`, by a token that belongs to no row and so changes nothing."""
-        if round.tables is None:
-            return
-        successors = torch.zeros(1, round.tables.entries.shape[1], dtype=torch.int32, device=round.device)
-        step, starts = self._staging.send([0, 0, 0, 1]).view(4, 1), self._staging.send([0])
-        before, salts = self._staging.send([-1, -1]).view(2, 1), self._staging.send([0], torch.int64)
-        round.learn([*step], starts, before, salts, successors, successors.float(), num_rows=1, is_text=True)
-
-    def learn_prompts(self, round: DeviceRound, chunks: Sequence[ReadChunk]) -> None:
-        """Let the tables learn from the prompt chunks of the last step."""
-        firsts = np.array([int(chunk.verified.index[0, 0]) for chunk in chunks])
-        counts = [len(chunk.following) for chunk in chunks]
-        first, end = int(firsts.min()), int((firsts + counts).max())
-        columns = np.zeros((4, end - first), dtype=np.int64)  # tokens, parents, places and rows
-        columns[3] = len(chunks)  # tokens of other prompts belong to no row
-        for row, (chunk, start, count) in enumerate(zip(chunks, firsts - first, counts, strict=True)):
-            places = np.arange(count)
-            own = (chunk.verified.tokens[0].numpy(), np.maximum(places - 1, 0), places, row)
-            for column, values in zip(columns, own, strict=True):
-                column[start : start + count] = values
-        before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
-        numbers = self._staging.send(np.concatenate([columns.ravel(), firsts - first, before.ravel()]))
-        step, starts, earlier = numbers.split([columns.size, len(chunks), 2 * len(chunks)])
-        salts = self._staging.send([chunk.salt for chunk in chunks], torch.int64)
-        output = chunks[0].verified  # all chunks are of the same step
-        if output.highest is not None:
-            successors, logits = (part[first:end] for part in output.highest)
-        else:
-            tokens, logits = top_logits(output.logits[first:end])
-            successors = tokens.int()
-        of_step = ([*step.view(4, -1)], starts, earlier.view(2, -1), salts, successors, logits)
-        round.learn(*of_step, num_rows=len(chunks), is_text=True)
+def learn_prompts(round: DeviceRound, chunks: Sequence[ReadChunk], staging: Staging) -> None:
+    """Let the tables learn from the prompt chunks of the last step."""
+    firsts = np.array([int(chunk.verified.index[0, 0]) for chunk in chunks])
+    counts = [len(chunk.following) for chunk in chunks]
+    first, end = int(firsts.min()), int((firsts + counts).max())
+    columns = np.zeros((4, end - first), dtype=np.int64)  # tokens, parents, places and rows
+    columns[3] = len(chunks)  # tokens of other prompts belong to no row
+    for row, (chunk, start, count) in enumerate(zip(chunks, firsts - first, counts, strict=True)):
+        places = np.arange(count)
+        own = slice(start, start + count)
+        columns[:3, own] = chunk.verified.tokens[0].numpy(), np.maximum(places - 1, 0), places
+        columns[3, own] = row
+    before = np.array([[-1, -1, *chunk.preceding][-2:][::-1] for chunk in chunks]).T
+    numbers = staging.send(np.concatenate([columns.ravel(), firsts - first, before.ravel()]))
+    step, starts, earlier = numbers.split([columns.size, len(chunks), 2 * len(chunks)])
+    salts = staging.send([chunk.salt for chunk in chunks], torch.int64)
+    output = chunks[0].verified  # all chunks are of the same step
+    if output.highest is not None:
+        successors, logits = (part[first:end] for part in output.highest)
+    else:
+        tokens, logits = top_logits(output.logits[first:end])
+        successors = tokens.int()
+    of_step = ([*step.view(4, -1)], starts, earlier.view(2, -1), salts, successors, logits)
+    round.learn(*of_step, num_rows=len(chunks), is_text=True)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.engine.device_learning import DeviceLearning
+from graft.engine import device_learning
 from graft.engine.device_rows import Choice, ReadChunk, draws_of, needs_host
 from graft.engine.direct_rounds import DirectRounds
 from graft.engine.flight import Flight
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PAST_TOKENS = 1 << 18  # tokens of finished texts to search for copies
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
 _ROUND_IDS = itertools.count(1)  # one for each `DeviceRound`, to find the graphs captured over its memory
 _RING = 3  # number of host buffers for inputs, and for results, used in turns
@@ -108,7 +107,6 @@ class DeviceRounds:
         self._round_number = 0
         self.failure: str | None = None  # why rounds cannot be captured; None: they can
         self._staging = Staging(target.device)
-        self._learned = DeviceLearning(policy, self._sources, self._staging)
         self._direct = DirectRounds(self, new_sampler)
 
     @property
@@ -226,7 +224,7 @@ class DeviceRounds:
                 self._propose(round, buffers, shape, self.contexts[0], 0, False)
                 for length in lengths:
                     target.captured_step(buffers, tables, shape.tokens, length)
-            self._learned.warm_up(round)
+            device_learning.warm_up(round, self._staging)
 
     # Launching
 
@@ -390,8 +388,8 @@ class DeviceRounds:
     def _round_for(self, pool: PagePool) -> DeviceRound:
         """The memory of rounds over a pool. If the pool has moved, it is made anew and texts are sent again."""
         if self._round is None or self._must_move():
-            drafter, device = self.drafter, pool.device
-            old, self._known = self._round, weakref.WeakSet()
+            drafter, device, memory = self.drafter, pool.device, self.policy.memory
+            self._known = weakref.WeakSet()
             if self.target.is_captured:
                 self.target.drop_captures(self._round_number)
             self._round_number = next(_ROUND_IDS)
@@ -399,20 +397,18 @@ class DeviceRounds:
                 max_rows=min(padded(pool.num_table_rows, ROWS), self.max_rows),
                 num_table_rows=pool.num_table_rows,
                 context=pool.tables.shape[1] * PAGE,
-                past_tokens=_PAST_TOKENS if self._sources.copies is not None else 1,
+                past_tokens=1,
                 levels=drafter.level_sizes if drafter is not None else lambda rows: (),
                 num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
                 num_passes=drafter.max_passes if drafter is not None else 0,
                 depths_of_pass=-(-drafter.max_depth // drafter.max_passes) if drafter is not None else 1,
                 sources=self._sources,
-                known=old.tables if old is not None else self._learned.new_tables(self.target.vocab_size, device),
+                known=memory.tables if memory is not None else None,
                 device=device,
             )
-            if old is not None:
-                texts = self._round.texts
-                texts.past, texts.owners, texts.past_end = old.texts.past, old.texts.owners, old.texts.past_end
-            else:
-                self._learned.load(self._round)
+            if memory is not None:
+                texts, past = self._round.texts, memory.past
+                texts.past, texts.owners, texts.past_end = past.tokens, past.owners, past.end
             size = self._round.num_inputs
             self._staged = itertools.cycle(
                 [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_RING)]
@@ -451,7 +447,7 @@ class DeviceRounds:
             "table_rows": [row.block_table_row for row in rows],
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
-            "owners": [self._learned.owner_of(sequence) for sequence in sequences],
+            "owners": [self._owner_of(sequence) for sequence in sequences],
             "salts": [self.policy.salt_of(sequence) for sequence in sequences],
             "kinds": [own.kind for own in draws],
             "powers": [share_powers(own.temperature, NUM_BUCKETS) for own in draws],
@@ -565,28 +561,21 @@ class DeviceRounds:
         with self.target.launching(1):
             # While a round is in flight and the pool grows, tables skip this chunk.
             if self._sources.tables is not None and (self._flight is None or not self._must_move()):
-                self._learned.learn_prompts(self._round_for(self.target.pool), chunks)
-
-    # What was learned
-
-    def state(self) -> dict[str, Tensor]:
-        """What was learned on the device, in the format of the retrievers' own states."""
-        return self._learned.state(self._round) if self._round is not None else {}
+                device_learning.learn_prompts(self._round_for(self.target.pool), chunks, self._staging)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without those of target and drafter; see `DeviceRound.memory`."""
         return self._round.memory() if self._round is not None else {}
 
-    def reload(self) -> None:
-        """Load the restored state of the host's retrievers."""
-        if self._round is not None:
-            self._learned.load(self._round)
-
     def finish_text(self, sequence: TokenSequence) -> None:
         """Add a finished text to those that rows may copy from."""
         is_alone = self.policy.isolated and sequence.owner is None
-        if self._round is not None and self._sources.copies is not None and not is_alone:
-            self._learned.add_text(self._round, sequence.ids, self._learned.owner_of(sequence))
+        if self._sources.copies is not None and self.policy.memory is not None and not is_alone:
+            self.policy.memory.past.add(sequence.ids, self._owner_of(sequence), self._staging.send)
+
+    def _owner_of(self, sequence: TokenSequence) -> int:
+        """The owner whose finished texts the row copies; 0: texts without an owner."""
+        return sequence.owner or 0 if self.policy.isolated else 0
 
     # Taking results
 
@@ -617,9 +606,9 @@ class DeviceRounds:
             sequence.stats.draft_passes += num_passes if sequence.speculates else 0
             considered = drawn if sequence.speculates and sequence.constraint is None else None
             knew_noise = flight.knew_noise is not None and flight.knew_noise[number]
-            row = TreeRow(tree, flight.verified, number, names, considered, common, knew_noise)
+            seen = TreeRow(tree, flight.verified, number, names, considered, common, knew_noise)
             try:
-                sequence.extend(new, accepted, row)
+                sequence.extend(new, accepted, seen)
             except Exception as error:  # ends only that sequence
                 sequence.failure = error
         try:

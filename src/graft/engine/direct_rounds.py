@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graft.engine.choosers import Choosers
 from graft.engine.device_rows import needs_host
 from graft.engine.flight import Flight, drawn_tree
 from graft.engine.marks import new_mark
@@ -41,9 +42,8 @@ class DirectRounds:
     """Runs direct rounds in the memory of an engine's device rounds."""
 
     def __init__(self, rounds: DeviceRounds, new_sampler: Callable[[Sequence[TokenSequence]], Sampler]) -> None:
-        self._rounds, self._target, self._new_sampler = rounds, rounds.target, new_sampler
-        self._sampler: Sampler | None = None  # of the last round's rows
-        self._sampled: list[int] = []  # the numbers of their sequences
+        self._rounds, self._target = rounds, rounds.target
+        self._choosers = Choosers(new_sampler)
 
     @torch.no_grad()
     def run(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
@@ -52,7 +52,7 @@ class DirectRounds:
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         is_padded = target.is_captured and not any(row.offset for row in rows)
         padded_rows = target.rows_for(num_rows) if is_padded else num_rows
-        chooser = self._chooser_of(batch)
+        chooser = self._choosers.of(batch)
         draws = self._coming_draws(batch, chooser)
         kinds = draws.kinds if draws is not None else [NOT_SAMPLED] * num_rows
         max_depth = min(max(sequence.num_remaining for sequence in batch.sequences), MAX_TOKENS) - 1
@@ -105,16 +105,6 @@ class DirectRounds:
         if any(sequence.is_recorded for sequence in batch.sequences):
             flight.drawn = drawn_tree(round, shape, num_rows)
         return flight, [output.of(part) for part in reading]
-
-    def _chooser_of(self, batch: Batch) -> Chooser:
-        """The caller's own chooser, or a sampler of the rows' settings, whose state follows from their texts."""
-        if batch.chooser is not None:
-            return batch.chooser
-        numbers = [sequence.number for sequence in batch.sequences]
-        lengths = [len(sequence.ids) for sequence in batch.sequences]
-        if self._sampler is None or numbers != self._sampled or self._sampler.positions != lengths:
-            self._sampler, self._sampled = self._new_sampler(batch.sequences), numbers
-        return self._sampler
 
     def _coming_draws(self, batch: Batch, chooser: Chooser) -> ComingDraws | None:
         """What the trees may use of the rows' coming draws; None: nothing."""

@@ -19,7 +19,6 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Clock
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 
 
@@ -39,7 +38,7 @@ class Rounds:
     ) -> None:
         self.target, self.policy, self.drafter = target, policy, drafter
         self.eos_token_ids = list(eos_token_ids)
-        self._device_rounds: tuple[Policy, DeviceRounds | None] | None = None
+        self._device_rounds: tuple[Policy, DeviceRounds] | None = None
         self._is_prefilling = False  # whether the device may still be busy with a step that only prefills
 
     @torch.no_grad()
@@ -66,12 +65,11 @@ class Rounds:
 
     @property
     def device_rounds(self) -> DeviceRounds:
-        if self._device_rounds is None or self._device_rounds[0] is not self.policy:
-            rounds = DeviceRounds(self.target, self.policy, self.drafter, self._sampler)
-            if isinstance(self.policy, Graft):
-                self.policy.on_device = rounds
-            self._device_rounds = (self.policy, rounds)
-        return self._device_rounds[1]
+        known = self._device_rounds
+        if known is None or known[0] is not self.policy:
+            kind = self.policy.rounds_class or DeviceRounds
+            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self.drafter, self._sampler))
+        return known[1]
 
     def finish(self, sequence: TokenSequence) -> None:
         """Learn from a finished answer."""
@@ -115,7 +113,8 @@ class Rounds:
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences. Their rows may already hold the beginnings of their texts."""
         try:
-            draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
+            drafter = self.policy.drafter
+            draft = drafter.open(cache, [sequence.ids for sequence in sequences]) if drafter is not None else None
             return Batch(list(sequences), cache, chooser, draft)
         except Exception:
             cache.release()

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import attention
+from graft.model.captures import round_up
 from graft.model.context import max_positions
 from graft.model.cpu_layers import CpuModel, Fused, why_not_on_cpu
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.overrides import evaluating, use_tree_attention
-from graft.model.captures import round_up
 from graft.model.step import COLUMNS, Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.unusual_layers import weights_in_words

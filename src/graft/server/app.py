@@ -61,7 +61,7 @@ def make_app(
     """
     name = settings.served_model_name or model_name
     startup, counts = startup or Startup(), metrics or Metrics(name)
-    is_apart = settings.sharing == "shared" or engine.policy.isolated or not engine.policy.retrievers
+    is_apart = settings.sharing == "shared" or engine.policy.isolated or not engine.policy.common_sources
     require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)

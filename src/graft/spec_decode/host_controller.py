@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ class HostController(Controller):
             return Plan(num_rows, 0, ())
         thresholds = [self.budget.least_reach(num_rows, number, kinds) for number in range(self.num_passes)]
         limit = self.num_passes if thresholds and num_rows > thresholds[0] else 0
-        return Plan(num_rows + most, limit, thresholds)
+        return Plan(num_rows + most, limit, [*thresholds, math.inf, math.inf])
 
     def choose(self, paths: np.ndarray, kinds: Sequence[int], num_prefill_tokens: int) -> int:
         """How many nodes to verify, all rows together. paths: [R, cap] path probabilities, best first."""

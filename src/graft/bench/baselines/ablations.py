@@ -3,27 +3,40 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from graft.bench.baselines.host_rounds import HostGraft
 from graft.bench.baselines.native import keep_best
+from graft.model import TargetRunner
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
-from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
+from graft.spec_decode.policies import DEFAULT_POLICY, Policy, PolicySettings
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
+from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.candidates import Candidates, Ranking
 
 
-class WithoutSuffix(Grafter):
+class WithoutSuffix(Graft):
     """`graft` without suffix lookup: no copies of the text itself or of finished texts."""
 
-    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
-        return [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, SuffixLookup)]
+    copies = False
+
+
+class WithoutRecall(Graft):
+    """`graft` without any table of the target's top-k tokens."""
+
+    tables = False
+
+
+class WithoutPruning(Graft):
+    """`graft` without early stopping: every draft pass is made, whether or not it pays."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        passes = drafter.max_passes if drafter is not None else 0
+        super().__init__(target, drafter, replace(settings, passes=passes))
 
 
 class WithoutPast(Grafter):
     """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
-
-    runs_on_device = False
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         usual = super().make_retrievers(vocab_size, settings)
@@ -34,7 +47,6 @@ class _OtherOrders(Grafter):
     """`graft` with n-gram tables of other orders: 1 is the adjacency matrix."""
 
     orders: tuple[int, ...]
-    runs_on_device = False
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         usual = [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, NgramTables)]
@@ -55,33 +67,15 @@ class WithoutAdjacency(_OtherOrders):
     orders = (3, 2)
 
 
-class WithoutRecall(_OtherOrders):
-    """`graft` without any table of the target's top-k tokens."""
-
-    orders = ()
-    runs_on_device = True
-
-
 class WithoutCalibration(Grafter):
     """`graft` without calibration: acceptance probabilities stay at their priors."""
-
-    runs_on_device = False
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Learns nothing."""
 
 
-class WithoutPruning(Grafter):
-    """`graft` without early stopping: every draft pass is made, whether or not it pays."""
-
-    def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
-        super().__init__(vocab_size, num_passes, replace(settings, passes=num_passes), step)
-
-
 class WithoutMerging(Grafter):
     """`graft` without merging: a path that several sources propose takes several nodes of the budget."""
-
-    runs_on_device = False
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
         keep_best(candidates, caps)
@@ -98,21 +92,26 @@ class WithoutNoise(Graft):
     knows_draws = False
 
 
-def _policy(ablation: type[Grafter]) -> type[Graft]:
+def _policy(ablation: type[Grafter]) -> type[HostGraft]:
     """The policy `graft` with this grafter."""
-    return type(ablation.__name__, (Graft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
+    return type(ablation.__name__, (HostGraft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
 
 
-ABLATIONS: dict[str, type[Graft]] = {
-    f"{DEFAULT_POLICY}-without-{what}": _policy(ablation)
-    for what, ablation in (
-        ("suffix", WithoutSuffix),
-        ("past", WithoutPast),
-        ("ngrams", WithoutNgrams),
-        ("adjacency", WithoutAdjacency),
-        ("recall", WithoutRecall),
-        ("calibration", WithoutCalibration),
-        ("pruning", WithoutPruning),
-        ("merging", WithoutMerging),
-    )
-} | {f"{DEFAULT_POLICY}-without-noise": WithoutNoise, f"{DEFAULT_POLICY}-without-8-bits": WithoutEightBits}
+_IN_HOST_ROUNDS = {
+    "past": WithoutPast,
+    "ngrams": WithoutNgrams,
+    "adjacency": WithoutAdjacency,
+    "calibration": WithoutCalibration,
+    "merging": WithoutMerging,
+}
+_IN_ROUNDS = {
+    "suffix": WithoutSuffix,
+    "recall": WithoutRecall,
+    "pruning": WithoutPruning,
+    "noise": WithoutNoise,
+    "8-bits": WithoutEightBits,
+}
+ABLATIONS: dict[str, type[Policy]] = {
+    f"{DEFAULT_POLICY}-without-{what}": ablation
+    for what, ablation in (_IN_ROUNDS | {what: _policy(own) for what, own in _IN_HOST_ROUNDS.items()}).items()
+}

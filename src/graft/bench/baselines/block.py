@@ -8,7 +8,7 @@ likeliest successor. It ends when the matrix has none, or when the chain is as l
 """
 
 from graft.bench.baselines import native
-from graft.bench.baselines.dense import Dense
+from graft.bench.baselines.dense import HostDense
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
 from graft.bench.baselines.paper import ADJACENCY, Paper
 from graft.bench.baselines.template import LIKELY
@@ -18,11 +18,10 @@ from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.candidates import Candidates
 
 
-class Block(Dense):
+class Block(HostDense):
     """The chain of the likeliest drafts, without pruning and grafting."""
 
     kept_of_a_level = 1
-    runs_on_device = False
 
 
 class BlockPaper(Paper):

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from graft.bench.baselines.gates import Drafted, Gates, draft_through_gates
+from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
 from graft.model import TargetRunner
-from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.calibration import PathCalibration
 from graft.spec_decode.controller import Controller
 from graft.spec_decode.cost_model import UnitCost
-from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
@@ -20,11 +20,35 @@ from graft.spec_decode.proposers.drafter import Drafter
 class Dense(Policy):
     """The likeliest nodes of the whole drafted tree, without pruning and grafting.
 
-    Where rounds run on the device, it is a round of `graft` with a single source whose q is taken as it is, a fixed
-    number of nodes, and all draft passes.
+    It is a round of `graft` with a single source whose q is taken as it is, a fixed number of nodes, and all draft
+    passes.
     """
 
-    drafts = runs_on_device = True
+    drafts = True
+    sources = ("root", "drafted")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        assert drafter is not None
+        self.drafter = drafter
+        self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
+
+    def controller(self, padded: Callable[[int], int]) -> Controller:
+        assert self.drafter is not None
+        num_passes = self.drafter.max_passes
+        budget = Budget(UnitCost(), num_passes, 0.0, fixed=self._budget, fixed_passes=num_passes)
+        return Controller(budget, None, PathCalibration(), padded)
+
+
+class DenseWithNoise(Dense):
+    """`dense` with drafts that know the noise of coming draws."""
+
+    knows_draws = True
+
+
+class HostDense(HostPolicy):
+    """`dense` in rounds of the host: base of the policies that draft through gates, or a chain."""
+
+    drafts = True
     sources = ("root", "drafted")
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
@@ -33,13 +57,7 @@ class Dense(Policy):
         self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
         self.drafted: Drafted | None = None  # the drafts of the last round
 
-    def controller(self, padded: Callable[[int], int]) -> Controller:
-        assert self.drafter is not None
-        num_passes = self.drafter.max_passes
-        budget = Budget(UnitCost(), num_passes, 0.0, fixed=self._budget, fixed_passes=num_passes)
-        return Controller(budget, None, PathCalibration(), padded)
-
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
         self.drafted = draft_through_gates(
@@ -53,16 +71,8 @@ class Dense(Policy):
         return None
 
 
-class DenseWithNoise(Dense):
-    """`dense` with drafts that know the noise of coming draws."""
-
-    knows_draws = True
-
-
-class Prune(Dense):
+class Prune(HostDense):
     """The published method without its grafts: only the draft depth is dynamic."""
-
-    runs_on_device = False
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         super().__init__(target, drafter, settings)

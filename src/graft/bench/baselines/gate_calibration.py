@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.bench.baselines.dense import Dense
+from graft.bench.baselines.dense import HostDense
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, PUBLISHED, THRESHOLDS
 from graft.engine import Engine
 from graft.model import TargetRunner, target_for
@@ -44,10 +44,8 @@ def calibrated_gates(
     return found
 
 
-class GateWatch(Dense):
+class GateWatch(HostDense):
     """`dense` or `block` that records each round's confidences at the gates and its number of accepted nodes."""
-
-    runs_on_device = False
 
     def __init__(
         self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings, chain: bool = False

@@ -1,18 +1,23 @@
 """Gates: at certain depths, a row's drafting stops if the q of its likeliest path is at most a threshold."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress, islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from graft.model.noise import ComingDraws
-from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.candidates import Candidates, Level
 from graft.tree.tree import DRAFTED
+
+if TYPE_CHECKING:
+    from graft.bench.baselines.host_rounds import HostBatch
 
 GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds in the middle of the published ranges
@@ -48,7 +53,7 @@ class Drafted:
 
 def draft_through_gates(
     drafter: Drafter,
-    batch: Batch,
+    batch: HostBatch,
     candidates: Candidates,
     thresholds: Tensor | None,
     clock: Clock,
@@ -81,7 +86,9 @@ def draft_through_gates(
     return Drafted(passes, depths, stops, confidences, batch.max_depth >= drafter.max_depth)
 
 
-def _levels(drafter: Drafter, batch: Batch, keep: int | None, draws: ComingDraws | None) -> Iterator[tuple[int, Level]]:
+def _levels(
+    drafter: Drafter, batch: HostBatch, keep: int | None, draws: ComingDraws | None
+) -> Iterator[tuple[int, Level]]:
     """Levels down to the batch's `max_depth`, each with the number of passes so far. Passes are made on demand."""
     passes = drafter.passes(batch.draft, batch.roots(), keep, draws)
     levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))

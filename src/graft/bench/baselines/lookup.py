@@ -2,18 +2,17 @@
 
 from torch import Tensor
 
+from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
 from graft.model import TargetRunner
-from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers import SuffixLookup
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.tree import ROOT
 
 
-class Lookup(Policy):
+class Lookup(HostPolicy):
     """Copies of what followed earlier occurrences of the text's end, with the prior as calibration."""
 
     sources = ("root", *SuffixLookup.names)
@@ -23,7 +22,7 @@ class Lookup(Policy):
         self._prior = Calibration(list(self._suffix.prior))
         self._budget = settings.budget or USUAL_BUDGET
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         with clock("graft"):
             candidates = self.new_candidates(batch, roots)
             first = ROOT + 1

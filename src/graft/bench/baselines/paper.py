@@ -11,11 +11,10 @@ from torch import Tensor
 
 from graft.bench.baselines import native
 from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
+from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
 from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
 from graft.model import TargetRunner
-from graft.request.batch import Batch
 from graft.request.stats import Clock
-from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
@@ -53,7 +52,7 @@ class AdjacencyMatrix:
         self.tables.tables[0].restore(part_of(state, self.names[0]))
 
 
-class Recycle(Policy):
+class Recycle(HostPolicy):
     """Token recycling: the adjacency matrix alone, filled into a fixed template."""
 
     sources = ("root", "adjacency")
@@ -65,7 +64,7 @@ class Recycle(Policy):
         self._budget = settings.budget or USUAL_BUDGET
         self._template = make_template(scaled(ENVELOPE, self._budget))
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         with clock("graft"):
             candidates = self.new_candidates(batch, roots)
             source = self.sources.index("adjacency")
@@ -75,7 +74,7 @@ class Recycle(Policy):
             return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())
 
 
-class Paper(Policy):
+class Paper(HostPolicy):
     """Gates after passes 1, 2 and 6. The gate that stops a row decides how its budget is split."""
 
     drafts = True
@@ -95,7 +94,7 @@ class Paper(Policy):
         self._templates.append(NOTHING)
         self.gates = Gates()
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
         drafted = draft_through_gates(

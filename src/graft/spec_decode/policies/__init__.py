@@ -10,7 +10,7 @@ from graft.datastore.lookup import Datastore
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
-from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.policy_settings import DEFAULT_POLICY, MAX_BUDGET, POLICY_NAMES, PolicySettings
@@ -49,6 +49,10 @@ def policy_with(settings: PolicySettings, name: str, target: TargetRunner, draft
     require_known("policy", name, POLICIES)
     if POLICIES[name].drafts and drafter is None:
         raise GraftError(f"policy {name!r} needs a drafter: name one with draft=")
+    if settings.datastore is not None:
+        from graft.bench.baselines.host_rounds import HostGraft  # only the host looks up an index on disk
+
+        return HostGraft(target, drafter, settings)
     return POLICIES[name](target, drafter, settings)
 
 
@@ -56,7 +60,6 @@ __all__ = [
     "DEFAULT_POLICY",
     "MAX_BUDGET",
     "POLICIES",
-    "DraftResult",
     "Policy",
     "PolicySettings",
     "make_policy",

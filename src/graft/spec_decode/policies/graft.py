@@ -1,67 +1,53 @@
 """graft: candidates of all proposers, ranked by acceptance probability, within the budget that pays best.
 
-The decisions are in `grafter`, which does not depend on an engine. This policy connects it to our engine.
+`tree/device/round.py` makes the trees. This policy holds what they are made with: acceptance probabilities, costs, and
+the memory of texts.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
-from graft.model import KVCache, TargetRunner
-from graft.request.batch import Batch
-from graft.request.stats import Clock
-from graft.spec_decode.acceptance import Accepted
+from graft.model import TargetRunner
+from graft.spec_decode.budget import Budget
+from graft.spec_decode.calibration import PathCalibration
 from graft.spec_decode.controller import Controller
-from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
-from graft.spec_decode.grafter import Grafter, Round
-from graft.spec_decode.policies.base import DraftResult, Policy
-from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, DraftState, num_setups_of
-from graft.tree.tree import DraftTree
-
-
-class LearnedOnDevice(Protocol):
-    """What device rounds have learned."""
-
-    def state(self) -> dict[str, Tensor]: ...
-
-    def reload(self) -> None:
-        """Load the state of the policy's retrievers."""
+from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, time_step, usual_shape
+from graft.spec_decode.memory import Memory
+from graft.spec_decode.policies.base import Policy
+from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
+from graft.spec_decode.proposers.base import named, part_of
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.sources import TABLES, calibrated
 
 
 class Graft(Policy):
     """Ranks the proposals of the drafter and all retrievers, and verifies the nodes that pay."""
 
-    kept_of_a_level = KEPT_OF_A_LEVEL
     knows_draws = True
-    grafter_class: type[Grafter] = Grafter
+    copies = tables = True  # what it retrieves from
+    memory: Memory
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self.drafter, self._target = drafter, target
+        self.drafter, self._target, self.settings = drafter, target, settings
         self.isolated = settings.isolated
-        shape = usual_shape(getattr(getattr(target, "device", None), "type", "cpu"))
-        step = StepCost(getattr(target, "step_sizes", ()), shape)
         num_passes = drafter.max_passes if drafter is not None else 0
-        self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, step)
-        self.retrievers, self.sources = self.grafter.retrievers, self.grafter.sources
-        self.budget = self.grafter.budget
-        self._round: Round | None = None  # the current one; None if plain
-        self._num_prefill_tokens = 0  # in the current step
-        self._setups_before = 0
-        self._ended = 0.0  # when the last round ended
-        self.on_device: LearnedOnDevice | None = None
-
-    @property
-    def runs_on_device(self) -> bool:  # type: ignore[override]
-        return self.grafter.runs_on_device and self.grafter.settings.datastore is None
+        self.sources, self.calibration = calibrated(num_passes > 0, self.copies, self.tables)
+        self.path_calibration = PathCalibration()
+        if settings.budget is not None:  # the step is the unit of time
+            self.budget = Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget, settings.passes)
+        else:
+            step = StepCost(target.step_sizes, usual_shape(target.device.type))
+            self.budget = Budget(step, num_passes, USUAL_PASS_COST, fixed_passes=settings.passes)
+        self.memory = Memory(target.vocab_size, self.isolated, lambda: target.device, self.copies, self.tables)
+        if not self.isolated:
+            self.common_sources = frozenset(name for name in self.sources if name in ("past", *TABLES))
 
     def controller(self, padded: Callable[[int], int]) -> Controller:
-        grafter = self.grafter
-        return Controller(grafter.budget, grafter.calibration, grafter.path_calibration, padded)
+        return Controller(self.budget, self.calibration, self.path_calibration, padded)
 
     def prepare(self) -> None:
         budget = self.budget
@@ -70,55 +56,42 @@ class Graft(Policy):
             budget.pass_cost = seconds / time_step(self._target, budget.fixed + 1)
 
     def measure(self) -> None:
-        if self.grafter.adapts and not self.budget.step.is_known:
+        if self.budget.fixed is None and not self.budget.step.is_known:
             self.budget.step.measure(self._target)
             if self.drafter is not None:
                 self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
-        self._ended = 0.0  # prefill and idle time do not count as a round's
-        return super().open(cache, texts)
-
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        self._num_prefill_tokens = batch.num_prefill_tokens
-        self._setups_before = num_setups_of(self._target, self.drafter)
-        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
-        caps = [most if sequence.speculates else 0 for sequence in batch.sequences]
-        limits = (batch.max_depth, batch.num_prefill_tokens)
-        if not self.grafter.may_begin(caps, *limits):
-            self._round = None
-            return DraftResult.without_drafts(DraftTree.roots(roots))
-        draws = self.coming_draws(batch)
-        with clock("graft"):
-            round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits, draws=draws)
-        assert round is not None
-        if self.drafter is not None:
-            passes = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level, draws=draws)
-            with clock("draft"):
-                self.grafter.draft(round, passes, self.drafter.num_beams)
-        with clock("graft"):
-            tree = self.grafter.graft(round)
-        is_watched = any(sequence.is_recorded for sequence in batch.sequences)
-        return DraftResult(tree, round.passes, self.grafter.considered(round) if is_watched else tree, draws)
-
-    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
-        ended, self._ended = self._ended, time.perf_counter()
-        round_seconds = self._ended - ended if ended else 0.0
-        # The time of a round with one-time work, such as a graph capture, says nothing about other rounds.
-        is_usual = seconds > 0 and num_setups_of(self._target, self.drafter) == self._setups_before
-        prefill = self._num_prefill_tokens
-        self.grafter.learn(self._round, tree, accepted, seconds, round_seconds, is_usual, prefill)
-
     def state(self) -> dict[str, Tensor]:
-        return self.grafter.state() | (self.on_device.state() if self.on_device is not None else {})
+        counts = self.calibration.state().values()
+        by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
+        return (
+            self.memory.state()
+            | named("calibration", by_source)
+            | named("prospect", self.budget.passes.state())
+            | named("paths", self.path_calibration.state())
+        )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.grafter.restore(state)
-        if self.on_device is not None:
-            self.on_device.reload()
+        self.memory.restore(state)
+        self._restore_calibration(part_of(state, "calibration"))
+        self.path_calibration.restore(part_of(state, "paths"))
+        self.budget.passes.restore(part_of(state, "prospect"))
+        self.budget.restart(is_calibrated=bool(state))
+
+    def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
+        """Restore counts source by source. The state may have other sources and buckets, or only greedy rows."""
+        self.calibration.restore({})
+        new = self.calibration.state()
+        for number, name in enumerate(self.sources):
+            if name in by_source:
+                for own, known in zip(new.values(), by_source[name], strict=True):
+                    num_groups, width = (min(sizes) for sizes in zip(own[:, number].shape, known.shape, strict=True))
+                    own[:num_groups, number, :width] = known[:num_groups, :width]
+        self.calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        return self.grafter.costs()
+        return self.budget.costs()
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
-        self.grafter.restore_costs(costs)
+        if self.settings.budget is None and self.settings.pass_cost is None:  # otherwise the user has given the costs
+            self.budget.restore_costs(costs)
