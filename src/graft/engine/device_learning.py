@@ -16,8 +16,8 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
+from graft.tree.device.buffers import Tables
 from graft.tree.device.round import DeviceRound, Sources
-from graft.tree.device.tables import Tables
 
 _TABLES = ("trigram", "bigram", "adjacency")
 _ROWS = 1 << 18  # rows of a hashed table

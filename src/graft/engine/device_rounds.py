@@ -48,7 +48,7 @@ from graft.request.stats import Clock
 from graft.spec_decode.controller import Controller, Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, PassesOnDevice, num_setups_of
-from graft.tree.device.pool import NUM_BUCKETS
+from graft.tree.device.buffers import NUM_BUCKETS
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import DraftTree
 
