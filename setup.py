@@ -76,7 +76,7 @@ def library(name: str, source: str, flags: list[str]) -> Extension:
         [f"src/graft/{source}"],
         extra_compile_args=flags,
         # Sources that others include: a source distribution has them, and a change of one builds the library anew.
-        depends=sorted(glob.glob("src/graft/*/*.c") + glob.glob("src/graft/tree/native/*.c")),
+        depends=sorted(glob.glob("src/graft/*/*.c") + glob.glob("src/graft/tree/native/**/*.c", recursive=True)),
         libraries=["m"] if os.name == "posix" else [],
         py_limited_api=True,
     )
@@ -87,6 +87,7 @@ setup(
     setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
     ext_modules=[
         library("tree._native", "tree/native.c", EXACT),
+        library("tree._round", "tree/round.c", [*EXACT, "-O3"]),  # vectors for the scans
         library("bench.baselines._baselines", "bench/baselines/baselines.c", EXACT),
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
         *(library(f"model._cpu_linear_{name}", "model/cpu_linear.c", [*FAST, *flags]) for name, flags in WIDER.items()),

@@ -6,6 +6,7 @@ import math
 import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,9 @@ from graft.model.noise import NUM_KINDS, ComingDraws, RowDraws
 from graft.model.step import FlatStep
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
-from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
+from graft.tree.candidates import Candidates, Level
+from graft.tree.device import c_kernels
+from graft.tree.device.buffers import Draws, Pool, PoolShape, Ranked, Tables, Texts, Trees
 
 pytest.importorskip("triton")
 
@@ -23,8 +26,7 @@ import triton
 import triton.language as tl
 
 from graft.spec_decode.calibration import NOISE_ENDS
-from graft.tree.device import best_first, copies, drafts, noise, outcome, ranking, tables
-from graft.tree.device.pool import Draws, Pool, PoolShape, bucket_starts
+from graft.tree.device import noise, triton_kernels
 from graft.tree.device.round import alongside
 from proposers import Text
 
@@ -120,7 +122,7 @@ class Case:
             for level in levels:
                 given = (level, self.acceptance_probs, DRAFTED, number, first, going, self.num_beams)
                 reached = candidates.add_level(*given)
-            reach.append(reached)
+            reach.append(float(np.float32(0) + sum(map(np.float32, reached), np.float32(0))))
         if self.num_passes:
             lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
         ngrams.propose(candidates, self.texts, TRIGRAM, self.acceptance_probs, self.max_depth)
@@ -130,14 +132,14 @@ class Case:
 class OnDevice:
     """The same round by kernels."""
 
-    def __init__(self, case):
-        self.case, rows = case, case.num_rows
+    def __init__(self, case, kernels):
+        self.case, self.kernels, rows = case, kernels, case.num_rows
         beam = MOST_NODES // 4
         self.shape = PoolShape(rows, MOST_NODES, beam, case.sizes, num_waves=5, beam=beam)
         self.pool = Pool(rows, self.shape.width + 37, DEVICE)
         self.pool.tokens.fill_(5)
         self.pool.paths.fill_(0.5)  # left by the round before
-        self.texts = copies.Texts(rows + 2, CONTEXT, RING, DEVICE)
+        self.texts = Texts(rows + 2, CONTEXT, RING, DEVICE)
         self.table_rows = numbers(*range(rows + 1, 1, -1))
         for text, table_row in zip(case.texts, self.table_rows.tolist(), strict=True):
             self.texts.own[table_row, : len(text.ids)] = numbers(*text.ids)
@@ -145,7 +147,7 @@ class OnDevice:
         past = [token for text in case.past for token in (*text, -1)]
         self.texts.past[: len(past)] = numbers(*past)
         self.texts.past_end[0] = len(past)
-        self.factors, self.acceptance_probs = DEPTH_FACTORS.to(DEVICE), case.acceptance_probs.to(DEVICE)
+        self.acceptance_probs = case.acceptance_probs.to(DEVICE)
         self.caps, self.max_depths = numbers(*case.caps), numbers(*[case.max_depth] * rows)
         draws = [each or RowDraws(0, 0, 0.0) for each in case.draws]
         powers = [[each.share_power(bucket / 2) for bucket in range(16)] for each in draws]
@@ -155,7 +157,7 @@ class OnDevice:
             torch.tensor(powers, dtype=torch.float64, device=DEVICE),
         )
         factors = mix64(torch.arange(4)) | 1
-        self.tables = tables.Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
+        self.tables = Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
         for top_k in case.learned:
             self.learn(top_k)
 
@@ -166,53 +168,46 @@ class OnDevice:
         before = torch.tensor([top_k.before, top_k.earlier], dtype=torch.int32, device=DEVICE)
         successors, logits = (part.flatten(0, 1).to(DEVICE) for part in (top_k.successors, top_k.logits))
         starts = numbers(*range(0, rows * width, width))
-        outcome.learn(
-            *(self.tables, *flat, places, of_rows, starts, before, torch.zeros(rows, dtype=torch.int64, device=DEVICE)),
-            *(successors, logits, bucket_starts(torch.float64, DEVICE), outcome.exponential_terms(DEVICE)),
-            *(rows, top_k.is_text),
-        )
+        salts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+        of_step = (*flat, places, of_rows, starts, before, salts, successors, logits)
+        self.kernels.learn(self.tables, *of_step, rows, top_k.is_text)
 
     def copy(self, places, first):
         """Adds copies of earlier text below the places [R, P]."""
-        pool, texts, table_rows = self.pool, self.texts, self.table_rows
-        own, past = (copies.Found.make(*places.shape, size, DEVICE) for size in (CONTEXT, RING))
-        copies.find(pool, texts, table_rows, torch.zeros_like(table_rows), places, own, past, CONTEXT)
-        calibration = (self.acceptance_probs, self.factors, self.max_depths, self.draws)
-        copies.attach(pool, self.shape, texts, table_rows, places, own, past, *calibration, SUFFIX, first)
+        owners = torch.zeros(len(places), dtype=torch.int64, device=DEVICE)
+        of_rows = (self.table_rows, owners, places, self.acceptance_probs, self.max_depths, self.draws)
+        self.kernels.add_copies(self.pool, self.shape, self.texts, *of_rows, SUFFIX, first, CONTEXT)
 
     def drafted(self):
         """The nodes that each pass drafts."""
         case = self.case
         if case.num_depths > 1:
-            return [grown(case.table, NUM_SLOTS, NUM_DRAFTS)]
+            return [grown(self.kernels, case.table, NUM_SLOTS, NUM_DRAFTS)]
         return [level for (level,) in case.passes]
 
     def propose(self):
         """All candidates; returns, by pass that was made, the probability that a beam is accepted."""
         case, pool, shape = self.case, self.pool, self.shape
-        copies.begin(pool, shape, self.texts, self.table_rows)
+        self.kernels.begin(pool, shape, self.texts, self.table_rows)
         self.copy(torch.zeros_like(self.table_rows)[:, None], first=1)
         most = len(case.sizes)
         made = numbers(*[1] * min(case.num_passes, 1), *[0] * (most + 1))
         thresholds = torch.full((most + 1,), -1.0, device=DEVICE)
         thresholds[case.num_passes] = 1e9  # the pass that is not made
-        starts, arrived = bucket_starts(torch.float32, DEVICE), numbers(0)
-        reach, reaches = torch.zeros(case.num_rows, device=DEVICE), torch.zeros(most + 1, device=DEVICE)
+        reaches = torch.zeros(most + 1, device=DEVICE)
         reached = []
         for number, nodes in enumerate(self.drafted()):
             columns = [part.flatten().to(DEVICE) for part in (nodes.tokens, nodes.parents, nodes.probabilities)]
-            by_row = (self.draws.kinds, self.caps, thresholds, reach, reaches, made, arrived)
-            given = (self.acceptance_probs, self.factors, starts, *by_row)
-            drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, case.num_beams, case.num_depths)
-            reached += [reach.tolist()] if number < case.num_passes else []
+            given = (self.acceptance_probs, self.draws, self.caps, thresholds, reaches, made)
+            self.kernels.add_level(pool, shape, number, *columns, *given, DRAFTED, case.num_beams, case.num_depths)
+            reached += [float(reaches[number + 1])] if number < case.num_passes else []
         assert made.tolist()[: most + 1] == [number < case.num_passes for number in range(most + 1)]
         places = torch.zeros(case.num_rows, shape.num_places, dtype=torch.int32, device=DEVICE)
-        copies.choose_places(pool, shape, made, places, self.max_depths)
+        self.kernels.choose_places(pool, shape, made, places, self.max_depths)
         self.copy(places, shape.first_copy)
         salts = torch.zeros(case.num_rows, dtype=torch.int64, device=DEVICE)
-        texts = (self.texts.lengths, self.table_rows, bucket_starts(torch.float64, DEVICE))
-        calibration = (self.acceptance_probs, self.factors, self.max_depths, self.draws)
-        tables.follow(pool, shape, self.tables, salts, *calibration, *texts, TRIGRAM)
+        of_rows = (salts, self.acceptance_probs, self.max_depths, self.draws, self.texts, self.table_rows)
+        self.kernels.follow(pool, shape, self.tables, *of_rows, TRIGRAM)
         return reached
 
 
@@ -254,53 +249,51 @@ def table(rng, num_rows, num_slots, num_tokens, num_parents=3, num_children=4):
     return Table(tokens.view(shape), q.view(shape), entries.int())
 
 
-def grown(table, num_levels, num_nodes):
-    """The best-first trees, by the kernel."""
-    trees = best_first.Trees(torch.full((5, len(table.tokens), num_nodes), 77, dtype=torch.int32, device=DEVICE))
-    best_first.grow(*(part.to(DEVICE) for part in table), num_levels, trees)
-    return best_first.Trees(trees.numbers.cpu())
+def grown(kernels, table, num_levels, num_nodes):
+    """The best-first trees, by a kernel."""
+    trees = Trees(torch.full((5, len(table.tokens), num_nodes), 77, dtype=torch.int32, device=DEVICE))
+    kernels.grow(*(part.to(DEVICE) for part in table), num_levels, trees)
+    return Trees(trees.numbers.cpu())
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_parents", "num_children", "num_levels", "num_nodes"),
     [(3, 4, 3, 6, 20), (2, 1, 40, 6, 60), (2, 4, 3, 2, 30), (3, 1, 1, 6, 60), (1, 4, 3, 6, 1)],
 )
-def test_best_first_trees_on_the_device_are_those_of_the_c_code(
-    num_rows, num_parents, num_children, num_levels, num_nodes
-):
+def test_best_first_trees_are_the_same_in_c_and_in_triton(num_rows, num_parents, num_children, num_levels, num_nodes):
     made = table(random.Random(0), num_rows, 6, 50, num_parents, num_children)
-    expected, found = levels_of(made, num_levels, num_nodes), grown(made, num_levels, num_nodes).levels(num_rows)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        for name in ("tokens", "parents", "probabilities", "path_probabilities"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
+    one, other = (grown(kernels, made, num_levels, num_nodes) for kernels in (c_kernels, triton_kernels))
+    assert one.numbers.tolist() == other.numbers.tolist()
+
+
+CASES = [(seed, *which) for seed, *which in ((0, 0, False), (3, 3, False), (4, 1, True), (1, 1, False), (2, 3, False))]
+MORE = [*((seed, 3, False) for seed in range(5, 40)), *((seed, 1, True) for seed in range(5, 20))]
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_passes", "has_block"),
+    ("kernels", "seed", "num_passes", "has_block"),
     [
-        *((0, 0, False), (3, 3, False), (4, 1, True)),
-        pytest.param(1, 1, False, marks=pytest.mark.slow),
-        *(pytest.param(seed, 3, False, marks=pytest.mark.slow) for seed in (2, *range(5, 40))),
-        *(pytest.param(seed, 1, True, marks=pytest.mark.slow) for seed in range(5, 20)),
+        *((c_kernels, *case) for case in (*CASES, *MORE)),
+        *((triton_kernels, *case) for case in CASES[:3]),
+        *(pytest.param(triton_kernels, *case, marks=pytest.mark.slow) for case in (*CASES[3:], *MORE)),
     ],
 )
-def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes, has_block):
+def test_a_round_on_the_device_is_that_of_the_c_code(kernels, seed, num_passes, has_block):
     case = Case(seed, num_passes, has_block)
-    device = OnDevice(case)
+    device = OnDevice(case, kernels)
     candidates, reach = case.on_host()
     assert device.propose() == reach
     assert_same_nodes(candidates, device, is_merged=False)
 
     candidates.merge(DRAFTED, case.acceptance_probs)
     pool, shape, num_rows = device.pool, device.shape, case.num_rows
-    scratch = ranking.Scratch(num_rows, pool.capacity, DEVICE)
-    ranking.merge(pool, shape, scratch, device.acceptance_probs, device.factors, device.draws.kinds, DRAFTED)
+    kernels.merge(pool, shape, device.acceptance_probs, device.draws.kinds, DRAFTED)
     assert_same_nodes(candidates, device, is_merged=True)
 
     nodes = torch.zeros(num_rows, MOST_NODES, dtype=torch.int32, device=DEVICE)
-    ranked = ranking.Ranked(nodes, torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes[:, 0]))
-    ranking.rank(pool, shape, device.caps, ranked, numbers(TOTAL))
+    ranked = Ranked(nodes, torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes[:, 0]))
+    kernels.rank(pool, shape, device.caps, ranked)
+    kernels.select(ranked, device.caps, numbers(TOTAL))
     rows = [
         Row(table_row, length=len(text.ids) - 1)
         for table_row, text in zip(device.table_rows.tolist(), case.texts, strict=True)
@@ -315,7 +308,8 @@ def check_step(device, ranked, expected):
     """The trees as a flat step, with padding behind them."""
     columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
     texts, origins = device.texts, torch.zeros(2, 64, dtype=torch.int32, device=DEVICE)
-    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.table_rows, columns, by_row, origins, SIZE)
+    lay_out, tree = device.kernels.lay_out, (device.pool, device.shape, ranked, texts, device.table_rows)
+    lay_out(*tree, columns, by_row, origins, SIZE)
     count, rows = expected.num_tokens, device.case.num_rows
     assert columns[:, :count].tolist() == expected.columns[:, :count].tolist()
     assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()
@@ -323,8 +317,8 @@ def check_step(device, ranked, expected):
     assert columns[:, count:SIZE].tolist() == padding and by_row[:, rows].tolist() == [0] * 4
     wide, spread = MOST_NODES + 2, torch.full((6, 128), 77, dtype=torch.int32, device=DEVICE)
     starts = torch.zeros_like(by_row)
-    where = (texts.lengths, device.table_rows, spread, starts, torch.zeros(2, 128, dtype=torch.int32, device=DEVICE))
-    ranking.lay_out(device.pool, device.shape, ranked, *where, rows * wide, stride=wide)
+    origins = torch.zeros(2, 128, dtype=torch.int32, device=DEVICE)
+    lay_out(*tree, spread, starts, origins, rows * wide, stride=wide)
     for row, (start, size) in enumerate(by_row[:2, :rows].T.tolist()):
         own, rest = spread[:, row * wide : (row + 1) * wide].split([size, wide - size], dim=1)
         assert own.equal(columns[:, start : start + size]) and starts[:2, row].tolist() == [row * wide, size]
@@ -345,14 +339,14 @@ def check_outcome(device, candidates, emitted):
     keys = torch.zeros(rows, width + 1, dtype=torch.int64, device=DEVICE)
     starts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     given = (starts, counts, tokens, nodes, places, accepted, committed)
-    outcome.advance(texts, device.table_rows, *given, device.factors, keys)
+    device.kernels.advance(texts, device.table_rows, *given, device.pool.factors, keys)
     for text, table_row, new in zip(case.texts, device.table_rows.tolist(), emitted, strict=True):
         ids = [*text.ids, *new]
         assert texts.own[table_row, : texts.lengths[table_row]].tolist() == ids
     assert committed.tolist() == [len(text.ids) - 1 for text in case.texts]
     assert accepted.tolist() == [len(new) - 1 for new in emitted]
     counted = torch.zeros(2, *case.acceptance_probs.shape, dtype=torch.int32, device=DEVICE)
-    outcome.count(device.pool, device.shape, device.factors, counts, keys, device.draws.kinds, *counted)
+    device.kernels.count(device.pool, device.shape, counts, keys, device.draws.kinds, *counted)
     assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()
 
 

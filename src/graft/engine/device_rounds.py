@@ -50,7 +50,7 @@ from graft.spec_decode.controller import Controller, Outcome, Plan
 from graft.spec_decode.host_controller import HostController
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import PassesOnDevice, num_setups_of
-from graft.tree.device.pool import NUM_BUCKETS
+from graft.tree.device.buffers import NUM_BUCKETS, Ranked, barred_numbers
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import DraftTree
 
@@ -331,10 +331,11 @@ class DeviceRounds:
         """Whether something is learned from rounds of these sequences."""
         return any(sequence.speculates for sequence in sequences)
 
-    def choice_of(self, kinds: Sequence[int], num_prefill: int) -> Callable[[np.ndarray], int] | None:
-        """The choice of the number of nodes from a round's candidates; None for plain rounds."""
-        planner = self._host_controller
-        return (lambda paths: planner.choose(paths, kinds, num_prefill)) if planner is not None else None
+    def choose_total(self, round: DeviceRound, kinds: Sequence[int], num_prefill: int, ranked: Ranked) -> None:
+        """Choose how many nodes of all rows together are verified, now that the round's candidates are known."""
+        if self._host_controller is not None:
+            total = self._host_controller.choose(ranked.paths.cpu().numpy(), kinds, num_prefill)
+            round.inputs["total"].fill_(total)
 
     def make_room(self, batch: Batch, chunks: Sequence[Chunk], shape: RoundShape) -> int:
         """Give rows and prompts pages for the round. Returns the longest text of a decoded row, in tokens."""
@@ -461,6 +462,11 @@ class DeviceRounds:
         for name, values in by_row.items():
             inputs[name][:count] = values if count else 0
             inputs[name][count:] = -1 if name == "caps" else 0
+        inputs["barred"][:] = 0
+        for row, own in enumerate(draws):
+            if own.bias or own.num_unending:
+                inputs["barred"][row] = barred_numbers(own.banned, own.endings, own.num_unending)
+        round.draws.times[:] = [own.times for own in draws] if any(own.times is not None for own in draws) else []
         inputs["total"][0] = max(shape.tokens - count, 0)
         inputs["drafts"][0] = plan.max_passes > 0
         if self.controller is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,8 +69,9 @@ class DirectRounds:
             marks[0].record()
             passes = _Passes(rounds, batch, draws, shape, max_depth, plan.max_passes, round.made)
             longest = max(row.length for row in rows) + 1
-            choose = None if is_padded else rounds.choice_of(kinds, num_prefill)
-            round.propose(shape, inputs.columns, inputs.by_row, longest, passes if plan.max_passes else None, 0, choose)
+            choose = None if is_padded else partial(rounds.choose_total, round, kinds, num_prefill)
+            draft = passes if plan.max_passes else None
+            round.propose(shape, inputs.columns, inputs.by_row, longest, draft, choose_total=choose)
             starts, sizes = (part[:num_rows].tolist() for part in inputs.by_row[:2].cpu())
             size = shape.tokens if is_padded else sum(sizes)
             reading = rounds.load_chunks(inputs, size, padded_rows, chunks, is_padded)

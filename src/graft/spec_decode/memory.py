@@ -16,8 +16,7 @@ from torch import Tensor
 from graft.hashing import mix64
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.sources import TABLES
-from graft.tree.device.pool import NO_TOKEN, NUM_SUCCESSORS
-from graft.tree.device.tables import Tables
+from graft.tree.device.buffers import NO_TOKEN, NUM_SUCCESSORS, Tables
 
 PAST_TOKENS = 1 << 18  # tokens of finished texts to search for copies
 ROWS = 1 << 18  # rows of a hashed table

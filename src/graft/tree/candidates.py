@@ -12,23 +12,19 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from ctypes import Array, byref
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graft.hashing import mix64
 from graft.model.noise import ComingDraws, RowDraws
+from graft.tree.device.buffers import DEPTH_FACTORS, NO_TOKEN, Level
 from graft.tree.native import AcceptanceProbsStruct, DrawsStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
 from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
 ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers; see `Candidates.merge`
-NO_TOKEN = -1  # in place of a token before the beginning of a text
-# A path's key is a hash: the sum of its tokens, each times an odd random factor of its depth.
-DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # no tree is deeper
 _CAPACITY = 2048  # initial room for nodes of a row
 _NUM_BUCKETS = 16  # of probabilities, two per halving; as in the C code
 _INHERITED = -1  # the node needs as many draft passes as its parent
@@ -47,23 +43,6 @@ class Nodes(NamedTuple):
     sources: Tensor
     score_bucket: Tensor
     paths: Tensor  # P(the target accepts the whole path down to the node); 0 is padding
-
-
-@dataclass(frozen=True)
-class Level:
-    """Drafted nodes of one depth. Parents are node numbers in the drafted tree; the root is 0."""
-
-    tokens: Tensor  # [B, n] target ids
-    parents: Tensor  # [B, n]
-    probabilities: Tensor  # [B, n] the drafter's q(token | parent); 0 is padding
-    path_probabilities: Tensor  # [B, n] their product along the path
-
-    def to_host(self) -> Level:
-        return Level(*(getattr(self, field.name).cpu() for field in fields(self)))
-
-    def at(self, index: Tensor) -> Level:
-        """The nodes at `index` [B, m] of the level."""
-        return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
 
 
 class Place(NamedTuple):

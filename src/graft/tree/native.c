@@ -12,16 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK, NO_MEMORY, OUT_OF_RANGE };
+#include "native/arithmetic.c"
+
 enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
-enum { ALONE, OPPOSED, AGREED, NUM_AGREEMENTS };
 enum { ROOT = 0, PADDING = -1, INHERITED = -1, NUM_TRUTHS = 12 };
-
-static const float SURE = 0.999f, LEAST = 1e-30f;
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-enum { NUM_BUCKETS = 16 }; /* of probabilities, two per halving: see `bucket_of` */
 
 #include "native/draws.c"
 

@@ -123,7 +123,6 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
     "graft_flatten_trees": [*[c_int64] * 2, *[c_void_p] * 3, c_int64, *[c_void_p] * 5],
-    "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.copies import Texts
-from graft.tree.device.pool import NO_TOKEN
+from graft.tree.device.buffers import NO_TOKEN, Texts
 
 SETTINGS = ("seeds", "salts", "kinds", "temperatures", "powers")  # a request's settings that its tree depends on
 _LIMITS = ("top_k", "top_p", "min_p")  # its other settings

@@ -18,8 +18,7 @@ import torch
 from graft.engine.staging import Staging
 from graft.integrations.sglang import kernels
 from graft.model.noise import RowDraws, share_powers
-from graft.tree.device.copies import MAX_MATCH, Texts
-from graft.tree.device.pool import NO_TOKEN, NUM_BUCKETS
+from graft.tree.device.buffers import MAX_MATCH, NO_TOKEN, NUM_BUCKETS, Texts
 from graft.tree.device.round import packed
 
 _MOST_OF_A_TEXT = 1 << 15  # tokens of one finished text that are kept

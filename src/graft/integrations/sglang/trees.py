@@ -34,9 +34,8 @@ from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device.buffers import DraftDraws, Tables
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
-from graft.tree.device.tables import Tables
 
 _log = logging.getLogger("graft.sglang")
 

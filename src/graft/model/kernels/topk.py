@@ -13,7 +13,8 @@ from torch import Tensor
 
 from graft.model.kernels import gate
 from graft.model.kernels.gate import is_shut
-from graft.tree.device.noise import DraftDraws, draft_noise
+from graft.tree.device.buffers import DraftDraws
+from graft.tree.device.noise import draft_noise
 
 _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to this k, the highest are taken one by one; above, sorting is faster

@@ -29,7 +29,7 @@ from graft.progress import Report
 from graft.spec_decode.proposers.captured_state import CapturedRow, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, ragged
 from graft.spec_decode.proposers.eager import EagerDrafter, R
-from graft.tree.device.round import Entries
+from graft.tree.device.buffers import Entries
 from graft.tree.tree import DraftTree
 
 B = TypeVar("B", bound=DraftBuffers)

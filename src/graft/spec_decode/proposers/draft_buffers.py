@@ -14,7 +14,7 @@ from graft.model import PagePool
 from graft.model.captures import ROWS, Event, padded, pinned_zeros, round_up
 from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device.buffers import DraftDraws
 
 # Numbers of entries that graphs are captured for.
 ENTRIES = (4, 16, 64, 128, 256, 512, 1024, 2048)

@@ -17,7 +17,7 @@ from graft.tree.candidates import Level
 
 if TYPE_CHECKING:
     from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
-    from graft.tree.device.round import Entries
+    from graft.tree.device.buffers import Entries
 
 KEPT_OF_A_LEVEL = 24  # the likeliest drafted nodes of a depth, which become candidates; others are never verified
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 from graft.tree.device.round import AddLevel
 
 

@@ -1,5 +1,6 @@
-"""Candidates and trees on a GPU: the same trees as the C code of `graft.tree` makes, without the host.
+"""A round's candidates and trees over flat buffers, without the engine.
 
-Nothing synchronises, so all of it may run inside a CUDA graph. It does not depend on the engine. Importing the modules
-of this folder needs Triton.
+`round.DeviceRound` calls the kernels in their order, on the memory that `buffers` describes. They exist twice, with the
+same names and arguments, and give the same bits: in C for a CPU (`c_kernels`) and in Triton for a GPU
+(`triton_kernels`). Nothing synchronises, so on a GPU all of it may run inside a CUDA graph.
 """

@@ -1,4 +1,4 @@
-"""Best-first trees on the device: the same trees as those of `graft_best_first` in `tree/native/trees.c`.
+"""Best-first trees on the device.
 
 Nodes that may come next are open. The likeliest open node is taken, and opens its next sibling and its first child. So
 there is at most one more open node than taken ones.
@@ -6,63 +6,11 @@ there is at most one more open node than taken ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.candidates import Level
-
-
-@dataclass(frozen=True)
-class Trees:
-    """Trees of n nodes per row, without the root: depth by depth, likeliest first, then padding."""
-
-    numbers: Tensor  # [5, R, n] int32: tokens, parents, depths, and the bits of probabilities and paths
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.numbers[0]
-
-    @property
-    def parents(self) -> Tensor:
-        """Parents as node numbers from 1; 0 is the root."""
-        return self.numbers[1]
-
-    @property
-    def depths(self) -> Tensor:
-        """Depths; a child of the root has depth 1."""
-        return self.numbers[2]
-
-    @property
-    def probabilities(self) -> Tensor:
-        """P(token | parent); 0 is padding."""
-        return self.numbers[3].view(torch.float32)
-
-    @property
-    def paths(self) -> Tensor:
-        """Path probabilities: the product along the path."""
-        return self.numbers[4].view(torch.float32)
-
-    def levels(self, num_rows: int) -> list[Level]:
-        """The levels of the first rows. The trees must be on the host."""
-        tokens, parents, depths = (part[:num_rows].long() for part in (self.tokens, self.parents, self.depths))
-        q, paths = (part[:num_rows] for part in (self.probabilities, self.paths))
-        # By row: where the level begins in the tree. In all rows: nodes of earlier levels, padding included.
-        start, num_before = torch.zeros(num_rows, 1, dtype=torch.int64), 0
-        shift = torch.zeros_like(start)  # from a parent's number in the tree to the one in the levels
-        levels: list[Level] = []
-        for depth in range(1, int(depths.max()) + 1):
-            counts = (depths == depth).sum(dim=1, keepdim=True)
-            order = torch.arange(int(counts.max()))
-            is_node, places = order < counts, (start + order).clamp(max=tokens.shape[1] - 1)
-            columns = (tokens, (parents + shift).where(parents > 0, 0), q, paths)
-            levels.append(Level(*(part.gather(1, places).where(is_node, 0) for part in columns)))
-            shift, num_before = num_before - start, num_before + len(order)
-            start = start + counts
-        return levels
+from graft.tree.device.buffers import Trees
 
 
 def grow(

@@ -14,31 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.tree.device.buffers import MAX_LENGTH, MAX_MATCH, MAX_OCCURRENCES, Draws, Pool, PoolShape, Texts
 from graft.tree.device.noise import copied_bucket
-from graft.tree.device.pool import ALONE, NO_TOKEN, Draws, Pool, PoolShape, key_of, path_of, prob_of, probs_of_kind
+from graft.tree.device.pool import ALONE, barred_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
 
-MAX_OCCURRENCES = 12  # the latest occurrences of a pair of tokens, which are compared further back
-MAX_MATCH = 24  # the longest match, in tokens
-MAX_LENGTH = 32  # the longest copy, in tokens
 _BLOCK = 1024  # tokens of text that one program scans
 _SPANS = tl.constexpr(16)  # MAX_OCCURRENCES, rounded up to a power of two
 _NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences with the same next token: from 0, 0.3, 0.6 and 0.9
-
-
-class Texts:
-    """Token ids on the device: the rows' own texts, by row of the block tables, and finished texts in a ring.
-
-    Each finished text is followed by NO_TOKEN, so that nothing is matched or copied across its end.
-    """
-
-    def __init__(self, num_table_rows: int, context: int, past: int, device: torch.device) -> None:
-        """past: the ring's size in tokens, a power of two."""
-        self.own = torch.zeros(num_table_rows, context, dtype=torch.int32, device=device)
-        # Tokens of each text, including the root.
-        self.lengths = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
-        self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
-        self.owners = torch.zeros(past, dtype=torch.int64, device=device)  # a row copies only its own owner's
-        self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and ever dropped
 
 
 @dataclass(frozen=True)
@@ -54,10 +36,11 @@ class Found:
         counts = torch.empty(shape, dtype=torch.int32, device=device)
         return cls(counts, torch.empty(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
 
-    @classmethod
-    def num_bytes(cls, num_rows: int, num_places: int, num_tokens: int) -> int:
-        found = cls.make(num_rows, num_places, num_tokens, torch.device("meta"))
-        return found.counts.nbytes + found.positions.nbytes
+
+def lookup_bytes(num_rows: int, num_places: int, num_tokens: int) -> int:
+    """Memory of `add_copies`, by the tokens that it searches."""
+    found = Found.make(num_rows, num_places, num_tokens, torch.device("meta"))
+    return found.counts.nbytes + found.positions.nbytes
 
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
@@ -102,27 +85,29 @@ def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, ma
     )
 
 
-def find(
+def add_copies(
     pool: Pool,
+    shape: PoolShape,
     texts: Texts,
-    table_rows: Tensor,
-    owners: Tensor,
-    places: Tensor,
-    own: Found,
-    past: Found,
-    max_context: int,
+    table_rows: Tensor,  # [R] int32 of the rows' texts
+    owners: Tensor,  # [R] int64 whose finished texts a row may copy
+    places: Tensor,  # [R, P] int32 nodes of the pool, -1 for none
+    acceptance_probs: Tensor,
+    max_depths: Tensor,  # [R] int32
+    draws: Draws,
+    source: int,  # of copies of the row's own text; copies of finished texts have the next number
+    first: int,  # where the copies of the first place begin in the pool
+    max_context: int,  # an upper bound of a text's tokens
 ) -> None:
-    """Find the last two tokens of every place's path in the row's own text and in finished texts.
+    """Add what followed the last two tokens of every place's path in the row's own text and in finished texts.
 
-    table_rows: [R] int32 of the rows' texts. owners: [R] int64 whose finished texts a row may copy. places: [R, P]
-    int32 nodes of the pool, -1 for none. max_context: upper bound of a text's length.
+    The latest occurrences count, and of these the longest matches. If there are none, nothing is added.
     """
-    num_rows, num_places = places.shape
-    for found, num_blocks, is_past in (
-        (own, triton.cdiv(max_context, _BLOCK), False),
-        (past, triton.cdiv(len(texts.past), _BLOCK), True),
-    ):
-        _find_kernel[(num_blocks, num_rows)](
+    (num_rows, num_places), device = places.shape, pool.paths.device
+    own_size, past_size = min(max_context, texts.own.shape[1]), len(texts.past)
+    own, past = (Found.make(num_rows, num_places, size, device) for size in (own_size, past_size))
+    for found, size, is_past in ((own, own_size, False), (past, past_size, True)):
+        _find_kernel[(triton.cdiv(size, _BLOCK), num_rows)](
             pool.tokens,
             pool.parents,
             pool.before,
@@ -144,29 +129,6 @@ def find(
             MOST=MAX_OCCURRENCES,
             BLOCK=_BLOCK,
         )
-
-
-def attach(
-    pool: Pool,
-    shape: PoolShape,
-    texts: Texts,
-    table_rows: Tensor,
-    places: Tensor,
-    own: Found,
-    past: Found,
-    acceptance_probs: Tensor,
-    factors: Tensor,
-    max_depths: Tensor,
-    draws: Draws,
-    source: int,
-    first: int,
-) -> None:
-    """Add the continuations of the found occurrences below every place.
-
-    source: number for copies of the row's own text; copies of finished texts have the next number. first: where the
-    copies of the first place begin in the pool.
-    """
-    num_rows, num_places = places.shape
     _attach_kernel[(num_rows, num_places)](
         pool.tokens,
         pool.parents,
@@ -186,10 +148,11 @@ def attach(
         past.counts,
         past.positions,
         acceptance_probs,
-        factors,
+        pool.factors,
         max_depths,
         draws.kinds,
         draws.seeds,
+        *barred_of(draws),
         source,
         *acceptance_probs.shape[1:],
         pool.capacity,
@@ -439,6 +402,8 @@ def _attach_kernel(
     max_depths: tl.tensor,
     kinds: tl.tensor,
     seeds: tl.tensor,
+    barred: tl.tensor,
+    barred_room: int,
     source: int,
     num_sources: int,
     num_buckets: int,
@@ -524,6 +489,7 @@ def _attach_kernel(
         bucket = copied_bucket(bucket, kind, seed, end + depth - 1, own_next)
         prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, is_made)
         path = path_of(own_path, prob)
+        path = tl.where(can_be_drawn(own_next, depth, barred, row, barred_room), path, 0.0)
         key = key_of(own_key, own_next, nothing + depth, factors, is_made)
         at = first + made_at
         tl.store(tokens + at, own_next, mask=is_made)
@@ -548,6 +514,7 @@ def _attach_kernel(
         past_bucket = copied_bucket(past_bucket, kind, seed, end + depth - 1, past_next)
         past_prob = prob_of(acceptance_probs, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
         new_path = path_of(past_path, past_prob)
+        new_path = tl.where(can_be_drawn(past_next, depth, barred, row, barred_room), new_path, 0.0)
         new_key = key_of(past_key, past_next, nothing + depth, factors, is_new)
         is_earlier = is_new[None, :] & (past_rank[None, :] < past_rank[:, None])
         new_at = past_first + num_new + tl.sum(is_earlier.to(tl.int32), axis=1)

@@ -10,17 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import (
-    ALONE,
-    NUM_BUCKETS,
-    Pool,
-    PoolShape,
-    bucket_of,
-    key_of,
-    path_of,
-    prob_of,
-    probs_of_kind,
-)
+from graft.tree.device.buffers import NUM_BUCKETS, Draws, Pool, PoolShape
+from graft.tree.device.pool import ALONE, barred_of, bucket_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
 
 
 def add_level(
@@ -31,15 +22,11 @@ def add_level(
     parents: Tensor,  # [R * n] integers: node numbers in the drafted tree; 0 is the root
     probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding, after the last level
     acceptance_probs: Tensor | None,  # [kinds * agreements, sources, buckets] float32; None: q is taken as it is
-    factors: Tensor,  # int64, by depth
-    starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
-    kinds: Tensor,  # [R] int32 of rows, see `Draws`
+    draws: Draws,
     caps: Tensor,  # [R] int32; a row with cap 0 gets no drafted nodes
     thresholds: Tensor,  # [passes + 1] float32: a pass is made if its reach is above
-    reach: Tensor,  # [R] float32, written: P(one of the row's next beams is accepted)
-    reaches: Tensor,  # [passes + 1] float32, written: the sum of `reach` before the next pass
+    reaches: Tensor,  # [passes + 1] float32, written: P(one of a row's next beams is accepted), summed over the rows
     made: Tensor,  # [passes + 1] int32: whether each pass is made; the next pass's flag is written
-    arrived: Tensor,  # [1] int32 counter of finished programs; 0 before and after
     source: int,
     num_beams: int,
     num_depths: int,
@@ -62,15 +49,16 @@ def add_level(
         parents,
         probabilities,
         acceptance_probs if acceptance_probs is not None else probabilities,
-        factors,
-        starts,
-        kinds,
+        pool.factors,
+        pool.bucket_starts,
+        draws.kinds,
+        *barred_of(draws),
         caps,
         thresholds,
-        reach,
+        pool.reach,
         reaches,
         made,
-        arrived,
+        pool.arrived,
         source,
         *(acceptance_probs.shape[1:] if acceptance_probs is not None else (0, 0)),
         pool.capacity,
@@ -105,6 +93,8 @@ def _add_level_kernel(
     factors: tl.tensor,
     starts: tl.tensor,
     kinds: tl.tensor,
+    barred: tl.tensor,
+    barred_room: int,
     caps: tl.tensor,
     thresholds: tl.tensor,
     reach: tl.tensor,
@@ -156,6 +146,7 @@ def _add_level_kernel(
         is_next = inside & (number <= num_there)
         depth = tl.load(depths + first + parent, mask=is_next, other=0) + 1
         path = path_of(tl.load(paths + first + parent, mask=is_next, other=0.0), prob)
+        path = tl.where(can_be_drawn(token, depth, barred, row, barred_room), path, 0.0)
         above = tl.load(keys + first + parent, mask=is_next, other=0)
         tl.store(depths + node, depth, mask=is_next)
         tl.store(keys + node, key_of(above, token, depth, factors, is_next), mask=is_next)

@@ -1,4 +1,4 @@
-"""The noise of coming draws on the device: what `tree/native/draws.c` computes, in the same order of operations.
+"""The noise of coming draws on the device: what `tree/native/arithmetic.c` computes, in the same order.
 
 A sampled token is the argmax of log p / T + g, where the Gumbel noise g depends only on (seed, position, token).
 E = exp(-g) is exponentially distributed, and the token with the least E / p^(1/T) is drawn.
@@ -6,13 +6,11 @@ E = exp(-g) is exponentially distributed, and the token with the least E / p^(1/
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from graft.tree.device.pool import NUM_BUCKETS, bucket_of
+from graft.tree.device.buffers import NUM_BUCKETS
+from graft.tree.device.pool import bucket_of
 
 NUM_NOISES = tl.constexpr(8)  # buckets of E
 # E falls as the random bits grow. These are the greatest bits whose E is at least 0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5.
@@ -96,6 +94,7 @@ def noise_bucket_of(random: tl.tensor) -> tl.tensor:
 def successor_buckets(
     bucket: tl.tensor,  # [nodes, K] of each successor's own probability, the likeliest first
     is_new: tl.tensor,
+    is_drawable: tl.tensor,  # is_new, and the draw may give the token
     kind: tl.tensor,
     seed: tl.tensor,
     position: tl.tensor,  # [nodes, K]
@@ -109,7 +108,7 @@ def successor_buckets(
     if kind > 0:
         first = tl.sum(tl.where(rank == 0, bucket, 0), axis=1)[:, None]
         below = bucket - first
-        is_weighed = is_new & (below >= 0)
+        is_weighed = is_drawable & (below >= 0)
         power = tl.load(powers + tl.where(is_weighed, below, 0))
         weight = tl.where(is_weighed, power / draw_time(seed, position, token), 0.0)
         # Summed one by one, in the order of the C code.
@@ -120,16 +119,6 @@ def successor_buckets(
         drawn = bucket_of(share, starts, _NUM_BUCKETS)
         bucket = tl.where((total > 0)[:, None] & is_new, drawn, bucket)
     return bucket
-
-
-class DraftDraws(NamedTuple):
-    """What a drafter knows of the texts' next draws. `topk.highest` adds their noise to the drafter's logits / T."""
-
-    seeds: Tensor  # [S] int64
-    temperatures: Tensor  # [S] float32; 0: greedy, without noise
-    positions: Tensor  # [S] int32 of each text's last token; the next draw is at the next position
-    to_target: Tensor  # [V] int64 target id minus draft id
-    num_passes: Tensor | None = None  # [S] int32 earlier draft passes of the round; each was one draw further
 
 
 @triton.jit

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.copies import Texts
-from graft.tree.device.pool import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, bucket_of
-from graft.tree.device.tables import NUM_TABLES, Tables, row_of
+from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, NUM_TABLES, Pool, PoolShape, Tables, Texts
+from graft.tree.device.pool import bucket_of
+from graft.tree.device.tables import row_of
 
 _BLOCK = 64  # nodes of a program of `learn`
 _COUNTED = 128  # nodes of a program of `count`
 _NUM_TERMS = tl.constexpr(11)
-# The Taylor series of 2^-f for f from 0 to 1, in units of 2^-30. Integers give the same exponentials everywhere.
-_TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
-
-
-def exponential_terms(device: torch.device) -> Tensor:
-    return torch.tensor(_TERMS, device=device)
 
 
 def advance(
@@ -86,14 +79,13 @@ def line_up(
 def count(
     pool: Pool,
     shape: PoolShape,
-    factors: Tensor,
     counts: Tensor,  # [R] int32 new tokens of each row
     emitted: Tensor,  # [R, W + 1] int64 the keys of their paths, see `advance`
     kinds: Tensor,  # [R] int32 of rows, see `Draws`
     tried: Tensor,  # [kinds * agreements, sources, buckets] int32, added to
     fitted: Tensor,  # likewise
 ) -> None:
-    """Count proposals as `Candidates.count` does.
+    """Count the proposals that were tried and those that fitted.
 
     A proposal is tried if its parent's path was emitted with a token after it. It fits if it is this token.
     """
@@ -105,7 +97,7 @@ def count(
         pool.agreement,
         pool.keys,
         pool.paths,
-        factors,
+        pool.factors,
         counts,
         emitted,
         kinds,
@@ -131,8 +123,6 @@ def learn(
     salts: Tensor,  # [rows] int64
     successors: Tensor,  # [T, k] int32 the target's likeliest tokens after each, best first
     logits: Tensor,  # [T, k] float32
-    bucket_starts: Tensor,  # [NUM_BUCKETS] float64
-    terms: Tensor,  # see `exponential_terms`
     num_rows: int,
     is_text: bool,
 ) -> None:
@@ -158,8 +148,8 @@ def learn(
         salts,
         successors,
         logits,
-        bucket_starts,
-        terms,
+        tables.bucket_starts,
+        tables.terms,
         before.shape[1],
         num_rows,
         size,

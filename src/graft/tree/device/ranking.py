@@ -6,51 +6,27 @@ which thread comes first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, path_of, prob_of, probs_of_kind
+from graft.tree.device.buffers import Pool, PoolShape, Ranked, Texts
+from graft.tree.device.pool import AGREED, ALONE, OPPOSED, path_of, prob_of, probs_of_kind
 
 _BLOCK = 16  # nodes of one program
 _OTHERS = 256  # nodes that they are compared with at once
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """The likeliest nodes of each row, best first."""
-
-    nodes: Tensor  # [R, cap] int32 places in the pool
-    paths: Tensor  # [R, cap] float32 path probabilities; 0 after the last node
-    counts: Tensor  # [R] int32 how many of them are verified; -1 in an unused row
-
-
-class Scratch:
-    """Memory between the kernels of a merge."""
-
-    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
-        # By node: the likeliest copy of its path. By such a copy: whether several sources proposed it, and whether the
-        # drafter proposed a child of it.
-        self.kept, self.is_agreed, self.spoke = torch.zeros(
-            3, num_rows, capacity, dtype=torch.int32, device=device
-        ).unbind()
-
-
 def merge(
     pool: Pool,
     shape: PoolShape,
-    scratch: Scratch,
     acceptance_probs: Tensor,
-    factors: Tensor,
-    kinds: Tensor,
-    drafted: int,
+    kinds: Tensor,  # [R] int32 of rows, see `Draws`
+    drafted: int,  # the source of drafted nodes; 0: nothing was drafted
 ) -> None:
-    """Merge equal paths into the likeliest copy, and recompute its probability by agreement (`Candidates.merge`).
+    """Merge equal paths into the likeliest copy, and recompute its probability by agreement.
 
-    kinds: [R] int32 of rows, see `Draws`. drafted: the source of drafted nodes.
+    AGREED: several sources propose the token. OPPOSED: one does, and the drafter proposes others there. Else ALONE.
     """
     _find_copies_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
         pool.tokens,
@@ -59,11 +35,11 @@ def merge(
         pool.sources,
         pool.keys,
         pool.paths,
-        scratch.kept,
-        scratch.is_agreed,
-        scratch.spoke,
+        pool.kept,
+        pool.is_agreed,
+        pool.spoke,
         pool.agreement,
-        factors,
+        pool.factors,
         drafted,
         pool.capacity,
         shape.width,
@@ -78,9 +54,9 @@ def merge(
         pool.buckets,
         pool.agreement,
         pool.paths,
-        scratch.kept,
-        scratch.is_agreed,
-        scratch.spoke,
+        pool.kept,
+        pool.is_agreed,
+        pool.spoke,
         acceptance_probs,
         kinds,
         drafted,
@@ -92,14 +68,10 @@ def merge(
     )
 
 
-def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked, total: Tensor) -> None:
-    """Rank the nodes of every row, and count how many of each row are among the best of all rows.
-
-    caps: [R] int32 the most nodes of each row; -1 for an unused row. total: [1] int32 the most nodes of all rows.
-    """
+def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked) -> None:
+    """Rank the nodes of every row. caps: [R] int32 the most nodes of each row; -1 for an unused row."""
     cap = ranked.nodes.shape[1]
     ranked.paths.zero_()
-    ranked.counts.copy_(caps.clamp(max=0))
     _rank_row_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
         pool.paths,
         caps,
@@ -111,11 +83,17 @@ def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked, total: Tens
         BLOCK=_BLOCK,
         OTHERS=_OTHERS,
     )
-    _select_kernel[(triton.cdiv(cap, _BLOCK), shape.num_rows)](
+
+
+def select(ranked: Ranked, caps: Tensor, total: Tensor) -> None:
+    """Count how many of each row are among the best of all rows. total: [1] int32 the most nodes of all rows."""
+    num_rows, cap = ranked.nodes.shape
+    ranked.counts.copy_(caps.clamp(max=0))
+    _select_kernel[(triton.cdiv(cap, _BLOCK), num_rows)](
         ranked.paths,
         ranked.counts,
         total,
-        shape.num_rows * cap,
+        num_rows * cap,
         CAP=cap,
         BLOCK=_BLOCK,
         OTHERS=_OTHERS,
@@ -302,7 +280,7 @@ def lay_out(
     pool: Pool,
     shape: PoolShape,
     ranked: Ranked,
-    texts_lengths: Tensor,  # [table_rows] int32 tokens of each text, including the root
+    texts: Texts,
     table_rows: Tensor,  # [R] int32
     columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
     by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
@@ -322,7 +300,7 @@ def lay_out(
         pool.depths,
         ranked.nodes,
         ranked.counts,
-        texts_lengths,
+        texts.lengths,
         table_rows,
         columns,
         by_row,

@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from graft.tree.candidates import DEPTH_FACTORS
-from graft.tree.device import copies, drafts, outcome, ranking, tables, walk
-from graft.tree.device.pool import NUM_BUCKETS, Draws, Pool, PoolShape, bucket_starts
+from graft.tree.device.buffers import MAX_BARRED, NUM_BUCKETS, Draws, Entries, Pool, PoolShape, Ranked, Tables, Texts
+from graft.tree.device.kernels import kernels_for
 
 MAX_TOKENS = 32  # new tokens of a row in a round; trees are at most 31 deep, as the last one is the target's own
 MAX_TREE_TOKENS = 512  # tokens of a step, all rows together
@@ -102,6 +99,7 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
+        "barred": (i32, (max_rows + 1, 3 + MAX_BARRED)),  # see `barred_numbers`
         "seeds": (i64, by_row),
         "temperatures": (f32, by_row),
         "draft_temperatures": (f32, by_row),
@@ -133,20 +131,6 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str
         "tried": (i32, table),
         "fitted": (i32, table),
     }
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The new tokens of all rows in one flat list, for a drafter. Fields are [E], or [R + 1] if by row."""
-
-    rows: Tensor
-    places: Tensor  # among the row's new tokens
-    tokens: Tensor
-    nodes: Tensor  # the step's token after which each was chosen
-    begins: Tensor  # by row: its first entry
-    counts: Tensor  # by row
-    lengths: Tensor  # by row: committed tokens before the round
-    table_rows: Tensor  # by row
 
 
 AddLevel = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -181,15 +165,6 @@ def alongside(stream: Any, work: Callable[[], None]) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-def _keep_best(ranked: ranking.Ranked, total: int) -> None:
-    """Keep only the `total` likeliest nodes of all rows; among equals, the first."""
-    paths, counts = ranked.paths.numpy(), ranked.counts.numpy()
-    if total < counts.clip(min=0).sum():
-        best = np.argsort(-paths, axis=None, kind="stable")[:total]
-        counts[counts > 0] = 0
-        counts += np.bincount(best // paths.shape[1], minlength=len(counts)).astype(np.int32)
-
-
 class DeviceRound:
     """The memory and the kernels of a round, without the models."""
 
@@ -204,28 +179,26 @@ class DeviceRound:
         num_passes: int,
         depths_of_pass: int,  # the most levels that a pass gives
         sources: Sources,
-        known: tables.Tables | None,
+        known: Tables | None,
         device: torch.device,
+        kernels: Any = None,
     ) -> None:
+        """kernels: a module of `kernels`; None: the one for the device."""
+        self.kernels: Any = kernels_for(device) if kernels is None else kernels
         self.max_rows, self.sources, self.num_passes, self.device = max_rows, sources, num_passes, device
         self._levels, self._num_beams, self._depths_of_pass = levels, num_beams, depths_of_pass
-        self.texts = copies.Texts(num_table_rows, context, past_tokens, device)
+        self.texts = Texts(num_table_rows, context, past_tokens, device)
         self.tables = known
         self.num_inputs, self.inputs_in = packed(inputs_layout(max_rows, num_passes, sources))
         self.num_results, self.results_in = packed(results_layout(max_rows, num_passes, sources))
         self.numbers = torch.zeros(self.num_inputs, dtype=torch.int32, device=device)
         self.results = torch.zeros(self.num_results, dtype=torch.int32, device=device)
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
-        self._draws = Draws(self.inputs["kinds"], self.inputs["seeds"], self.inputs["powers"])
+        inputs = self.inputs
+        self.draws = Draws(inputs["kinds"], inputs["seeds"], inputs["powers"], inputs["barred"])
         self.pool = Pool(max_rows, self._capacity(), device)
-        self._scratch = ranking.Scratch(max_rows, self.pool.capacity, device)
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
-        self._factors = DEPTH_FACTORS.to(device)
-        self._starts, self._starts64 = (bucket_starts(dtype, device) for dtype in (torch.float32, torch.float64))
-        self._terms = outcome.exponential_terms(device)
         self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reach = torch.zeros(max_rows, device=device)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
         self._places = torch.zeros(max_rows, _MOST_PLACES, dtype=torch.int32, device=device)
         by_row = torch.zeros(3, max_rows + 1, dtype=torch.int32, device=device)
@@ -243,7 +216,7 @@ class DeviceRound:
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. They can be computed on the device "meta", where nothing is allocated."""
         texts, known = self.texts, self.tables
-        by_row = [part for owner in (self.pool, self._scratch, self) for part in vars(owner).values()]
+        by_row = [part for owner in (self.pool, self) for part in vars(owner).values()]
         searched = texts.own.shape[1] + len(texts.past)
         shapes = [RoundShape(rows, MAX_TREE_TOKENS).pool(()) for rows in range(1, self.max_rows + 1)]
         return {
@@ -252,7 +225,7 @@ class DeviceRound:
             "tables": known.entries.nbytes + known.tags.nbytes if known is not None else 0,
             "candidates": sum(part.nbytes for part in by_row if isinstance(part, Tensor)),
             "lookups": max(
-                sum(copies.Found.num_bytes(shape.num_rows, places, searched) for places in (1, shape.num_places))
+                sum(self.kernels.lookup_bytes(shape.num_rows, places, searched) for places in (1, shape.num_places))
                 for shape in shapes
             ),
         }
@@ -277,20 +250,19 @@ class DeviceRound:
         max_context: int,
         draft: Callable[[AddLevel], None] | None,
         stride: int = 0,
-        choose: Callable[[np.ndarray], int] | None = None,
+        choose_total: Callable[[Ranked], None] | None = None,
     ) -> None:
         """Write the step to verify.
 
         draft: runs all passes, each behind the gate of its flag, and adds their nodes. stride: see `ranking.lay_out`.
-        choose: lowers the number of nodes of all rows together, given the path probabilities [R, cap] of each row's
-        likeliest nodes; only where the host sees this memory.
+        choose_total: sets the input `total` once the likeliest nodes of each row are known.
         """
-        inputs, found, rows, sources = self.inputs, self.found, shape.rows, self.sources
+        inputs, found, rows, sources, kernels = self.inputs, self.found, shape.rows, self.sources, self.kernels
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
         pool_shape = shape.pool(self._levels(rows))
         ranked = self._ranked(shape)
         by_row.zero_()
-        copies.begin(self.pool, pool_shape, self.texts, table_rows)
+        kernels.begin(self.pool, pool_shape, self.texts, table_rows)
         if shape.is_plain:
             ranked.counts.copy_(caps.clamp(max=0))
         else:
@@ -308,24 +280,23 @@ class DeviceRound:
                     draft(lambda *level: self._add_level(pool_shape, *level))
             if draft is not None and sources.copies is not None:
                 places = self._places.flatten()[: rows * pool_shape.num_places].view(rows, -1)
-                copies.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
+                kernels.choose_places(self.pool, pool_shape, found["made"], places, max_depths)
                 self._copy(pool_shape, places, pool_shape.first_copy, max_context)
             if sources.tables is not None:
                 assert self.tables is not None
                 salts = inputs["salts"][:rows]
-                tables.follow(
-                    *(self.pool, pool_shape, self.tables, salts, probs, self._factors, max_depths, self._draws),
-                    *(self.texts.lengths, table_rows, self._starts64),
+                kernels.follow(
+                    *(self.pool, pool_shape, self.tables, salts, probs, max_depths, self.draws, self.texts, table_rows),
                     sources.tables,
                 )
-            kinds = inputs["kinds"]
             if sources.is_calibrated:
-                ranking.merge(self.pool, pool_shape, self._scratch, probs, self._factors, kinds, sources.drafted or 0)
-            ranking.rank(self.pool, pool_shape, caps, ranked, inputs["total"])
-            if choose is not None:
-                _keep_best(ranked, choose(ranked.paths.numpy()))
-        ranking.lay_out(
-            *(self.pool, pool_shape, ranked, self.texts.lengths, table_rows, columns, by_row, found["origins"]),
+                kernels.merge(self.pool, pool_shape, probs, inputs["kinds"], sources.drafted or 0)
+            kernels.rank(self.pool, pool_shape, caps, ranked)
+            if choose_total is not None:
+                choose_total(ranked)
+            kernels.select(ranked, caps, inputs["total"])
+        kernels.lay_out(
+            *(self.pool, pool_shape, ranked, self.texts, table_rows, columns, by_row, found["origins"]),
             shape.tokens,
             stride,
         )
@@ -334,10 +305,9 @@ class DeviceRound:
         inputs, found, drafted = self.inputs, self.found, self.sources.drafted
         assert drafted is not None
         probs = inputs["acceptance_probs"] if self.sources.is_calibrated else None
-        drafts.add_level(
-            *(self.pool, shape, number, tokens, parents, q, probs, self._factors, self._starts),
-            *(inputs["kinds"], inputs["caps"], inputs["thresholds"]),
-            *(self._reach, found["reaches"], found["made"], self._arrived),
+        self.kernels.add_level(
+            *(self.pool, shape, number, tokens, parents, q, probs, self.draws),
+            *(inputs["caps"], inputs["thresholds"], found["reaches"], found["made"]),
             drafted,
             self._num_beams(shape.num_rows),
             self._depths_of_pass,
@@ -345,19 +315,17 @@ class DeviceRound:
 
     def _copy(self, shape: PoolShape, places: Tensor, first: int, max_context: int) -> None:
         """Add copies of earlier text below the places [R, P]."""
-        inputs, texts, (rows, num_places) = self.inputs, self.texts, places.shape
-        table_rows, source = inputs["table_rows"][:rows], self.sources.copies
+        inputs, source = self.inputs, self.sources.copies
         assert source is not None
-        sizes = (min(max_context, texts.own.shape[1]), len(texts.past))
-        own, past = (copies.Found.make(rows, num_places, size, self.device) for size in sizes)
-        copies.find(self.pool, texts, table_rows, inputs["owners"], places, own, past, sizes[0])
-        calibration = (inputs["acceptance_probs"], self._factors, inputs["max_depths"], self._draws)
-        copies.attach(self.pool, shape, texts, table_rows, places, own, past, *calibration, source, first)
+        self.kernels.add_copies(
+            *(self.pool, shape, self.texts, inputs["table_rows"], inputs["owners"], places),
+            *(inputs["acceptance_probs"], inputs["max_depths"], self.draws, source, first, max_context),
+        )
 
-    def _ranked(self, shape: RoundShape) -> ranking.Ranked:
+    def _ranked(self, shape: RoundShape) -> Ranked:
         size = (shape.rows, shape.cap)
         nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
-        return ranking.Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+        return Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
 
     # After the step
 
@@ -383,13 +351,13 @@ class DeviceRound:
             for part, walked in zip((counts, new, self._nodes[:rows]), chosen[1:], strict=True):
                 part.copy_(walked)
         else:
-            walk.follow(
+            self.kernels.walk(
                 *(columns[0, :size], columns[1, :size], chosen, starts, sizes, counts, new, self._nodes[:rows]),
                 most=1 if shape.is_plain else shape.cap + 1,
             )
-        outcome.advance(
+        self.kernels.advance(
             *(self.texts, table_rows, starts, counts, new, self._nodes[:rows], found["places"][:rows]),
-            *(self._accepted[:rows], self._committed[:rows], self._factors, self._emitted[:rows]),
+            *(self._accepted[:rows], self._committed[:rows], self.pool.factors, self._emitted[:rows]),
         )
         if successors is None or logits is None:
             return
@@ -397,8 +365,8 @@ class DeviceRound:
         found["fitted"].zero_()
         if not shape.is_plain:
             pool_shape = shape.pool(self._levels(rows))
-            outcome.count(
-                *(self.pool, pool_shape, self._factors, counts, self._emitted, inputs["kinds"]),
+            self.kernels.count(
+                *(self.pool, pool_shape, counts, self._emitted, inputs["kinds"]),
                 *(found["tried"], found["fitted"]),
             )
         step = (columns[0, :size], columns[1, :size], columns[2, :size], columns[4, :size])
@@ -419,7 +387,7 @@ class DeviceRound:
         if self.tables is not None:
             tokens, parents, places, rows = step
             of_step = (tokens, parents, places, rows, starts, before, salts, successors, logits)
-            outcome.learn(self.tables, *of_step, self._starts64, self._terms, num_rows, is_text)
+            self.kernels.learn(self.tables, *of_step, num_rows, is_text)
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""
@@ -432,6 +400,6 @@ class DeviceRound:
         rows, size = shape.rows, min(shape.tokens, shape.rows * MAX_TOKENS)
         of_rows, places, tokens, nodes = (part[:size] for part in self._entries)
         begins, counts, lengths = (part[: rows + 1] for part in (self._begins, self.found["counts"], self._committed))
-        outcome.line_up(counts, lengths, self.found["tokens"], self._nodes, begins, of_rows, places, tokens, nodes)
+        self.kernels.line_up(counts, lengths, self.found["tokens"], self._nodes, begins, of_rows, places, tokens, nodes)
         table_rows = self.inputs["table_rows"][: rows + 1]
         return Entries(of_rows, places, tokens, nodes, begins, counts, lengths, table_rows)

@@ -1,63 +1,14 @@
-"""Successor tables on the device: the target's top-k tokens after n-grams that it has verified.
-
-A table row holds the likeliest tokens after an n-gram when it was last verified, each with the bucket of its
-probability. Rows of hashed tables store the hash as a tag, which detects collisions. `outcome.learn` fills the tables.
-"""
+"""Lookups in successor tables on the device. `outcome.learn` fills the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, NUM_TABLES, Draws, Pool, PoolShape, Tables, Texts
 from graft.tree.device.noise import successor_buckets
-from graft.tree.device.pool import (
-    ALONE,
-    NUM_BUCKETS,
-    NUM_SUCCESSORS,
-    Draws,
-    Pool,
-    PoolShape,
-    key_of,
-    path_of,
-    prob_of,
-    probs_of_kind,
-)
-
-NUM_TABLES = 3  # 3-grams, 2-grams and 1-grams
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Tables of n-grams, the longest first, one after the other in the same tensors."""
-
-    entries: Tensor  # [rows of all, NUM_SUCCESSORS] int32: a token times NUM_BUCKETS plus its bucket; -1: none
-    tags: Tensor  # [rows of all] int64 the hash of each row's n-gram; not read in a table without hashes
-    starts: Tensor  # [NUM_TABLES] int64 each table's first row
-    row_bits: Tensor  # [NUM_TABLES] int32 high bits of a hash that give the row; 0: no hash, the row is the token
-    factors: Tensor  # [4] int64 hash factors of the last token, the one before, the one before that, and the salt
-    isolated: bool  # whether to look up entries under a text's own salt before the shared ones under salt 0
-
-    @classmethod
-    def make(
-        cls, sizes: Sequence[int], hashed: Sequence[bool], factors: Tensor, isolated: bool, device: torch.device
-    ) -> Tables:
-        """sizes: rows of each table, 3-grams first; powers of two for hashed tables."""
-        total = sum(sizes)
-        starts = torch.tensor([sum(sizes[:number]) for number in range(NUM_TABLES)])
-        bits = [size.bit_length() - 1 if is_hashed else 0 for size, is_hashed in zip(sizes, hashed, strict=True)]
-        return cls(
-            torch.full((total, NUM_SUCCESSORS), -1, dtype=torch.int32, device=device),
-            torch.zeros(total, dtype=torch.int64, device=device),
-            starts.to(device),
-            torch.tensor(bits, dtype=torch.int32, device=device),
-            factors.to(device),
-            isolated,
-        )
+from graft.tree.device.pool import ALONE, barred_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
 
 
 def follow(
@@ -66,12 +17,10 @@ def follow(
     tables: Tables,
     salts: Tensor,  # [R] int64 whose entries each row uses
     acceptance_probs: Tensor,
-    path_factors: Tensor,  # int64, by depth
     max_depths: Tensor,  # [R] int32
     draws: Draws,
-    ends: Tensor,  # [table_rows] int32 tokens of each text
+    texts: Texts,
     table_rows: Tensor,  # [R] int32
-    bucket_starts: Tensor,  # [NUM_BUCKETS] float64
     source: int,  # of the first table
 ) -> None:
     """Add, wave by wave, the successors of the likeliest nodes not looked up yet, by the longest known n-gram."""
@@ -93,14 +42,15 @@ def follow(
         tables.factors,
         salts,
         acceptance_probs,
-        path_factors,
+        pool.factors,
         max_depths,
         draws.kinds,
         draws.seeds,
         draws.powers,
-        ends,
+        *barred_of(draws),
+        texts.lengths,
         table_rows,
-        bucket_starts,
+        tables.bucket_starts,
         source,
         *acceptance_probs.shape[1:],
         pool.before.shape[1],
@@ -162,6 +112,8 @@ def _follow_kernel(
     kinds: tl.tensor,
     seeds: tl.tensor,
     powers: tl.tensor,
+    barred: tl.tensor,
+    barred_room: int,
     ends: tl.tensor,
     table_rows: tl.tensor,
     starts_of_buckets: tl.tensor,
@@ -230,13 +182,15 @@ def _follow_kernel(
         is_new = entry >= 0
         new_token, bucket = entry // NUM_BUCKETS, entry % NUM_BUCKETS
         own_source = (source + table)[:, None] + tl.zeros_like(entry)
-        position = end + tl.load(depths + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
+        new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
+        position = end + new_depth - 1
+        is_drawable = is_new & can_be_drawn(new_token, new_depth, barred, row, barred_room)
         bucket = successor_buckets(
-            bucket, is_new, kind, seed, position, new_token, powers + row * NUM_BUCKETS, starts_of_buckets
+            bucket, is_new, is_drawable, kind, seed, position, new_token, powers + row * NUM_BUCKETS, starts_of_buckets
         )
         prob = prob_of(acceptance_probs, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
         new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], prob)
-        new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
+        new_path = tl.where(is_drawable, new_path, 0.0)
         above_key = tl.load(keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
         new_key = key_of(above_key, new_token, new_depth, path_factors, is_new)
         new = first + first_wave + (wave * BEAM + beam[:, None]) * K + rank[None, :]

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-def follow(
+def walk(
     tokens: Tensor,  # [T] int32 of a step
     parents: Tensor,  # [T] int32 places in the row; -1 for padding
     chosen: Tensor,  # [T] int64 the token chosen after each
@@ -23,7 +23,7 @@ def follow(
     most: an upper bound of a row's tokens.
     """
     num_rows, room = following.shape
-    _follow_kernel[(num_rows,)](
+    _walk_kernel[(num_rows,)](
         *(tokens, parents, chosen, starts, sizes, counts, following, nodes),
         room,
         BLOCK=triton.next_power_of_2(most),
@@ -32,7 +32,7 @@ def follow(
 
 
 @triton.jit(do_not_specialize=["room"])  # it changes from round to round
-def _follow_kernel(
+def _walk_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
     chosen: tl.tensor,

@@ -26,12 +26,6 @@ static Row row_of(const Pool *pool, int64_t row) {
     return found;
 }
 
-static int64_t step_key(int64_t token, int64_t factor) {
-    return (int64_t)(((uint64_t)token + 1) * (uint64_t)factor);
-}
-
-static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
-
 static int find_prob(
     const AcceptanceProbs *probs, const Row *row, int64_t agreement, int64_t source, int64_t score_bucket,
     float *prob) {
@@ -48,34 +42,6 @@ static int64_t copied_bucket(const Row *row, int64_t parent, int64_t token, int6
     if (row->kind == 0) return score_bucket;
     double time = draw_time(row->draws, row->number, row->fields[DEPTH][parent] + 1, token);
     return score_bucket * NUM_NOISES + noise_bucket_of(time);
-}
-
-static float path_of(float above, float prob) {
-    float path = above * (prob < SURE ? prob : SURE);
-    return path < LEAST ? 0.0f : path;
-}
-
-/* Buckets of probabilities, two per halving: bucket b starts at 2^(-b/2) and goes down to the start of the next one. */
-static int64_t bucket_of(double probability) {
-#define HALF 0.70710678118654752440 /* half a halving: 2^(-1/2) */
-    static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
-                                               1.0 / 8,  HALF / 8,  1.0 / 16, HALF / 16, 1.0 / 32, HALF / 32,
-                                               1.0 / 64, HALF / 64, 1.0 / 128, HALF / 128};
-    for (int64_t bucket = 1; bucket < NUM_BUCKETS; bucket++)
-        if (!(probability <= STARTS[bucket])) return bucket - 1;
-    return NUM_BUCKETS - 1;
-}
-
-/* Top-k: indices of the `count` highest values, best first; among equals, the first index wins. */
-static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < num_values && count > 0; i++) {
-        float value = values[i];
-        if (found == count && !(value > values[places[count - 1]])) continue;
-        int64_t at = found < count ? found++ : count - 1;
-        for (; at > 0 && values[places[at - 1]] < value; at--) places[at] = places[at - 1];
-        places[at] = i;
-    }
 }
 
 static int add_node(

@@ -13,55 +13,13 @@ typedef struct {
     int64_t num_depths;
 } Draws;
 
-static uint64_t mix64(uint64_t x) {
-    x += UINT64_C(0x9E3779B97F4A7C15);
-    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return x ^ (x >> 31);
-}
-
-/* -log(u) for u between 0 and 1, correct to about 1e-15 of itself. */
-static double minus_log(double u) {
-    uint64_t bits;
-    memcpy(&bits, &u, sizeof bits);
-    int64_t exponent = (int64_t)(bits >> 52) - 1023;
-    bits = (bits & UINT64_C(0x000FFFFFFFFFFFFF)) | UINT64_C(0x3FF0000000000000);
-    double m;
-    memcpy(&m, &bits, sizeof m); /* from 1 to 2 */
-    if (m > 1.41421356237309505) {
-        m *= 0.5;
-        exponent++;
-    }
-    double z = (m - 1.0) / (m + 1.0), square = z * z, sum = 0.0; /* log(m) = 2 (z + z^3 / 3 + z^5 / 5 + ...) */
-    for (int n = 25; n > 1; n -= 2) {
-        sum += 1.0 / n;
-        sum *= square;
-    }
-    sum += 1.0;
-    double own = 2.0 * z * sum, whole = (double)exponent * 0.693147180559945309;
-    return -(whole + own);
-}
-
-/* E = exp(-g) of a token in a row's draw at a depth, with its Gumbel noise g. E is exponentially distributed, and the
-   token with the least E / p^(1/T) is drawn. */
+/* E of a token in a row's draw at a depth; see `keyed_time`. */
 static double draw_time(const Draws *draws, int64_t row, int64_t depth, int64_t token) {
     if (!draws->is_keyed[row]) {
         const float *times = depth <= draws->num_depths ? draws->times[row * draws->num_depths + depth - 1] : NULL;
         return times != NULL ? times[token] : 0.7; /* unknown: about the median */
     }
-    uint64_t key = mix64(mix64((uint64_t)draws->seeds[row]) + (uint64_t)(draws->positions[row] + depth - 1));
-    uint64_t bits = mix64(key + (uint64_t)token * UINT64_C(0x9E3779B97F4A7C15));
-    return minus_log(((double)(bits >> 11) + 0.5) * (1.0 / 9007199254740992.0)); /* 2^-53 */
-}
-
-/* Buckets of E. A token of probability p is drawn with probability exp(-E (1 - p) / p). */
-enum { NUM_NOISES = 8 };
-
-static int64_t noise_bucket_of(double time) {
-    static const double ENDS[NUM_NOISES - 1] = {0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5};
-    int64_t bucket = 0;
-    while (bucket < NUM_NOISES - 1 && time >= ENDS[bucket]) bucket++;
-    return bucket;
+    return keyed_time(draws->seeds[row], draws->positions[row] + depth - 1, token);
 }
 
 static int is_among(int64_t token, const int64_t *tokens, int64_t start, int64_t end) {

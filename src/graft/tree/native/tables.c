@@ -52,28 +52,6 @@ static int write_entries(
     return OK;
 }
 
-/* exp(x) for x <= 0 as an integer, in units of 2^-30. */
-static int64_t exp_of(float x) {
-    /* The Taylor series of 2^-f for f from 0 to 1: the sum of c_i (-f)^i. */
-    static const int64_t COEFFICIENTS[] = {
-        1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8};
-    if (!(x > -20.0f)) return 0;
-    int64_t halvings = x < 0.0f ? (int64_t)((double)x * -1549082004.679870) : 0; /* 2^30 / log(2) */
-    int64_t fraction = halvings & 0x3FFFFFFF, sum = 0;
-    for (int place = 10; place >= 0; place--) sum = COEFFICIENTS[place] - ((sum * fraction) >> 30);
-    return sum >> (halvings >> 30);
-}
-
-enum { MAX_SUCCESSORS = 64 };
-
-/* Table entries of the top-k tokens after a node, with the score buckets of their softmax over the top k. */
-static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
-    int64_t weights[MAX_SUCCESSORS], total = 0;
-    for (int64_t s = 0; s < num_successors; s++) total += weights[s] = exp_of(logits[s] - logits[0]);
-    for (int64_t s = 0; s < num_successors; s++)
-        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of((double)weights[s] / (double)total));
-}
-
 /* Stores the target's top-k successors of every node of verified trees [num_rows][width]. successors, logits: best
    first, [num_rows][row_stride], each row [width][num_successors]. before, earlier, salts: [num_rows], of the roots.
    If an n-gram occurs several times, the last write stays: that of the likeliest node or, in a prompt chunk, of the

@@ -32,8 +32,7 @@ from graft.spec_decode.proposers.drafter import PassesOnDevice
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level
 from graft.tree.device import best_first
-from graft.tree.device.best_first import Trees
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device.buffers import DraftDraws, Trees
 
 
 class Shape(NamedTuple):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from graft.model.noise import ComingDraws, added
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.tree.candidates import Level
-from graft.tree.native import native, plain
+from graft.tree.device import c_kernels
+from graft.tree.device.buffers import Level, Trees
+from graft.tree.native import plain
 
 
 class Table(NamedTuple):
@@ -151,20 +152,6 @@ def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
     tokens, probabilities, entries = (
         plain(part, dtype) for part, dtype in zip(table, (torch.int32, torch.float32, torch.int32), strict=True)
     )
-    num_rows, num_entries, num_children = tokens.shape
-    widths = torch.empty(num_levels, dtype=torch.int64)
-    room = num_rows * num_nodes * min(num_rows, num_levels)  # rows may have their nodes at different depths
-    whole, real = torch.empty(2, room, dtype=torch.int64), torch.empty(2, room)
-    native().graft_best_first(
-        num_rows,
-        num_entries,
-        num_children,
-        *(part.data_ptr() for part in (tokens, probabilities, entries)),
-        num_levels,
-        num_nodes,
-        room,
-        *(part.data_ptr() for part in (widths, *whole, *real)),
-    )
-    counts = [num_rows * width for width in widths.tolist() if width > 0]
-    parts = (part[: sum(counts)].split(counts) for part in (*whole, *real))
-    return [Level(*(part.view(num_rows, -1) for part in level)) for level in zip(*parts, strict=True)]
+    trees = Trees(torch.empty(5, len(tokens), num_nodes, dtype=torch.int32))
+    c_kernels.grow(tokens, probabilities, entries, num_levels, trees)
+    return trees.levels(len(tokens))

@@ -25,7 +25,7 @@ from graft.model.kernels.matmul import EightBits, Products
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device.buffers import DraftDraws
 
 _LARGE = 2**28  # weights of a head from which 8 bits are used: at 297 million they are faster, fewer were not measured
 
