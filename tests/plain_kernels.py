@@ -21,7 +21,7 @@ from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device import walk as walk_kernels
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device.buffers import DraftDraws
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ import torch
 
 import reference
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.policies import DraftResult, Policy
+from graft.bench.baselines.dense import Dense
+from graft.spec_decode.policy_settings import PolicySettings
 from graft.tree.candidates import Candidates
+from graft.tree.device.buffers import Level
 from graft.tree.tree import PADDING, DraftTree
 
 _NUMBERS = itertools.count(1 << 40)  # those of sequences count from 1
@@ -35,37 +37,116 @@ def paths(tree: DraftTree, chosen: torch.Tensor) -> Accepted:
     return Accepted(list(nodes), list(tokens))
 
 
-class RandomTrees(Policy):
+@dataclass
+class Rows:
+    """The draft state of rows that need none."""
+
+    rows: list
+
+    @property
+    def lengths(self):
+        return [row.length for row in self.rows]
+
+    def select(self, rows):
+        return Rows([self.rows[row] for row in rows])
+
+    def copy_row(self, source, target, row):
+        self.rows[target] = row
+
+    def concat(self, other):
+        return Rows(self.rows + other.rows)
+
+
+class Scripted:
+    """A drafter without a model: in one pass, the trees that a function makes of the rows' lengths and roots."""
+
+    hidden_layers = ()
+    max_passes = 1
+    num_beams = num_slots = bytes_per_token = num_setups = 0
+
+    def __init__(self, num_nodes, make):
+        self.num_nodes = self.max_depth = num_nodes
+        self.make = make
+
+    def level_sizes(self, num_rows):
+        return (self.num_nodes,)
+
+    def beams_of(self, num_rows):
+        return 0
+
+    def knows(self, draws):
+        return False
+
+    def open(self, cache, texts=()):
+        return Rows(list(cache.rows))
+
+    def passes(self, state, roots, keep=None, draws=None):
+        yield levels_of(self.make(state.lengths, roots.tolist()))
+
+    def read(self, *of_a_round):
+        """It needs no more than lengths, which are the target's."""
+
+    learn = warm_up = read
+
+
+class ScriptedTrees(Dense):
+    """Verifies all that a `Scripted` drafter proposes."""
+
+    def __init__(self, num_nodes, make):
+        super().__init__(None, Scripted(num_nodes, make), PolicySettings(budget=num_nodes))
+
+
+class RandomTrees(ScriptedTrees):
     """Random trees over a small range of tokens: many wrong proposals, duplicate siblings, padding."""
 
-    sources = ("root", "random")
-
     def __init__(self, num_nodes: int = 12, vocab_size: int = 61, merge: bool = False, seed: int = 0) -> None:
-        self._num_nodes, self._vocab_size, self._merge = num_nodes, vocab_size, merge
-        self._random = random.Random(seed)
+        rng = random.Random(seed)
 
-    def grow(self, batch, roots, clock):
-        tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
-        return DraftResult.without_drafts(each_path_once(tree) if self._merge else tree)
+        def make(lengths, roots):
+            tree = random_tree(rng, roots, num_nodes, vocab_size)
+            return each_path_once(tree) if merge else tree
+
+        super().__init__(num_nodes, make)
 
 
-class Oracle(Policy):
+class Oracle(ScriptedTrees):
     """Knows the answer and proposes it as a chain, with a wrong sibling first at every depth."""
 
-    sources = ("root", "oracle")
-
     def __init__(self, answer: list[int], num_prompt_tokens: int, depth: int = 5) -> None:
-        self._answer, self._num_prompt_tokens, self._depth = answer, num_prompt_tokens, depth
+        def make(lengths, roots):
+            done = lengths[0] + 1 - num_prompt_tokens
+            tokens, parents, parent = [roots[0]], [0], 0
+            for token in answer[done : done + depth]:
+                tokens += [(token + 1) % 61, token]
+                parents += [parent, parent]
+                parent = len(tokens) - 1
+            return tree_of([tokens], [parents])
 
-    def grow(self, batch, roots, clock):
-        done = len(batch.sequences[0].ids) - self._num_prompt_tokens
-        chain = self._answer[done : done + self._depth]
-        tokens, parents, parent = [int(roots[0])], [0], 0
-        for token in chain:
-            tokens += [(token + 1) % 61, token]
-            parents += [parent, parent]
-            parent = len(tokens) - 1
-        return DraftResult.without_drafts(tree_of([tokens], [parents]))
+        super().__init__(2 * depth, make)
+
+
+def levels_of(tree: DraftTree) -> list[Level]:
+    """The nodes of trees as a drafter gives them."""
+    depths = torch.zeros_like(tree.parents)
+    for node in range(1, tree.width):
+        above = tree.parents[:, node : node + 1]
+        depths[:, node] = depths.gather(1, above)[:, 0] + 1
+    depths[~tree.valid] = 0
+    numbers, num_before = torch.zeros_like(tree.parents), 1
+    levels = []
+    for depth in range(1, int(depths.max()) + 1):
+        counts = (depths == depth).sum(dim=1)
+        tokens, parents = torch.zeros(2, len(tree.tokens), int(counts.max()), dtype=torch.int64)
+        q = torch.zeros(tokens.shape)
+        for row, own in enumerate(depths):
+            for place, node in enumerate((own == depth).nonzero().flatten().tolist()):
+                numbers[row, node] = num_before + place
+                tokens[row, place] = tree.tokens[row, node]
+                parents[row, place] = numbers[row, tree.parents[row, node]]
+                q[row, place] = 1.0
+        num_before += tokens.shape[1]
+        levels.append(Level(tokens, parents, q, q))
+    return levels
 
 
 def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:

@@ -130,7 +130,7 @@ def test_statistics_add_up(byte_model):
     stats = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=30).stats
     assert stats.tokens == 30 == stats.rounds + stats.accepted
     assert stats.mean_accepted == 1 + stats.accepted / stats.rounds == pytest.approx(6.0)
-    assert stats.accepted_by_source == {"oracle": stats.accepted}
+    assert stats.accepted_by_source == {"drafted": stats.accepted}
     assert sum(stats.accepted_by_depth.values()) == stats.accepted and max(stats.accepted_by_depth) == 5
     assert stats.nodes == sum(stats.proposed_by_source.values()) >= 2 * stats.accepted
     assert {"verify", "accept", "host"} <= set(stats.seconds_by_phase)
@@ -226,7 +226,8 @@ def test_answers_of_a_group_are_those_of_its_seeds_alone(byte_model, policy):
 def test_a_step_that_is_broken_off_frees_all_pages_and_the_engine_goes_on(byte_model, monkeypatch, error, is_prefill):
     engine = Engine(byte_model, byte_tokenizer(), policy="off", chunk_size=64)
     expected = engine.generate("a" * 150, max_new_tokens=9).ids
-    step, left = engine.target.step, [2 if is_prefill else 6]
+    name = "step" if is_prefill else "run_step"  # prompts alone, and rounds
+    step, left = getattr(engine.target, name), [2]
 
     def broken_off(*given, **more):
         left[0] -= 1
@@ -235,7 +236,7 @@ def test_a_step_that_is_broken_off_frees_all_pages_and_the_engine_goes_on(byte_m
         return step(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target, "step", broken_off)
+        patch.setattr(engine.target, name, broken_off)
         with pytest.raises(error, match="in the middle of a step") as raised:
             engine.generate("a" * 150, n=2, max_new_tokens=9)
         assert raised.traceback and not engine.target.pool.is_in_use, "though the traceback still holds the rows"
@@ -245,7 +246,7 @@ def test_a_step_that_is_broken_off_frees_all_pages_and_the_engine_goes_on(byte_m
 def test_an_answer_from_which_nothing_can_be_learned_is_not_lost(byte_model, monkeypatch):
     engine = Engine(byte_model, byte_tokenizer())
     expected = answer_of(byte_model, max_new_tokens=5).text
-    monkeypatch.setattr(engine.policy, "finish", lambda sequence: 1 / 0)
+    monkeypatch.setattr(engine.device_rounds, "finish_text", lambda sequence: 1 / 0)
     assert engine.generate("grafting", max_new_tokens=5).text == expected
 
 
@@ -349,14 +350,16 @@ def later(monkeypatch):
 
 
 def times_learned(engine, monkeypatch):
-    """Seconds of the step, of drafting and of the whole round, of all rounds to come."""
-    learned, learn = [], engine.policy.grafter.learn
+    """Seconds of the step, of drafting and of all else, of all rounds to come."""
+    learned, planner = [], engine.device_rounds.controller
+    learn = planner.learn
 
-    def watched(round, tree, accepted, seconds, round_seconds, *rest):
-        learned.append((seconds, round.draft_seconds if round is not None else 0.0, round_seconds))
-        learn(round, tree, accepted, seconds, round_seconds, *rest)
+    def watched(outcome):
+        rest = outcome.propose_seconds + outcome.rest_seconds
+        learned.append((outcome.step_seconds, outcome.draft_seconds, rest))
+        learn(outcome)
 
-    monkeypatch.setattr(engine.policy.grafter, "learn", watched)
+    monkeypatch.setattr(planner, "learn", watched)
     return learned
 
 

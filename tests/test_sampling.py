@@ -19,9 +19,8 @@ from graft.model import VerifyOutput
 from graft.model.noise import gumbel_noise
 from graft.model.sampler import Sampler, truncated
 from graft.spec_decode.acceptance import walk
-from graft.spec_decode.policies import DraftResult, Policy
 from graft.tree.tree import PADDING
-from proposers import Oracle, RandomTrees, tree_of
+from proposers import Oracle, RandomTrees, ScriptedTrees, tree_of
 from reference import splitmix
 from tiny import VOCAB, tiny_model
 
@@ -224,17 +223,14 @@ def test_an_ignored_end_is_not_forbidden_by_min_tokens():
     assert 7 not in engine.generate(PROMPT, min_tokens=3, **{**options, "ignore_eos": False}).ids[:2]
 
 
-class FixedTree(Policy):
+class FixedTree(ScriptedTrees):
     """The same two-level tree in every round: right, wrong and duplicate proposals."""
 
-    sources = ("root", "fixed")
-
     def __init__(self, tokens, parents):
-        self._tokens, self._parents = tokens, parents
+        def make(lengths, roots):
+            return tree_of([[root, *tokens] for root in roots], [[0, *parents]] * len(roots))
 
-    def grow(self, batch, roots, clock):
-        rows = [[root, *self._tokens] for root in roots.tolist()]
-        return DraftResult.without_drafts(tree_of(rows, [[0, *self._parents]] * len(rows)))
+        super().__init__(len(tokens), make)
 
 
 DRAWS = 1_536
@@ -253,7 +249,7 @@ def test_two_sampled_tokens_follow_the_models_exact_distribution(tokens, parents
 
     Each draw is a row of a batch with a seed of its own, decoded in one process by the real round.
     """
-    vocab, batch = 5, 512
+    vocab, batch = 5, 64
     model = tiny_model(vocab_size=vocab, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -79,12 +79,11 @@ class DeviceRounds:
         self,
         target: TargetRunner,
         policy: Policy,
-        drafter: Any,
         new_sampler: Callable[[Sequence[TokenSequence]], Sampler],
     ) -> None:
         self.target: Any = target
         self.policy = policy
-        self.drafter: Any = drafter if policy.drafter is not None else None
+        self.drafter: Any = policy.drafter
         self._controller = policy.controller(target.size_for)
         self._host_controller = HostController(self._controller) if self._controller is not None else None
         calibration = self._calibration = self._controller.calibration if self._controller is not None else None
@@ -661,7 +660,7 @@ class DeviceRounds:
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
                 step_seconds=seconds[1] if is_usual else 0.0,
-                rest_seconds=rest,
+                rest_seconds=rest if is_usual else 0.0,
                 draft_seconds=flight.draft_seconds,
             )
         )

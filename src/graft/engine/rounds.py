@@ -68,7 +68,7 @@ class Rounds:
         known = self._device_rounds
         if known is None or known[0] is not self.policy:
             kind = self.policy.rounds_class or DeviceRounds
-            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self.drafter, self._sampler))
+            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self._sampler))
         return known[1]
 
     def finish(self, sequence: TokenSequence) -> None:

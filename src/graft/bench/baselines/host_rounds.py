@@ -80,7 +80,6 @@ class HostRounds:
         self,
         target: TargetRunner,
         policy: HostPolicy,
-        drafter: Drafter | None,
         new_sampler: Callable[[Sequence[TokenSequence]], Sampler],
     ) -> None:
         self._target, self._policy = target, policy
