@@ -566,7 +566,10 @@ def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglan
         Trees, "see", lambda self, requests: (now.__setitem__(slice(None), requests), see(self, requests))
     )
     monkeypatch.setattr(kernels, "split_levels", recorded)
-    requests = [sglang.Request(name, [*PROMPT, number], length=40) for number, name in enumerate("abcd")]
+    requests = [
+        sglang.Request(name, [*PROMPT, number], length=40, temperature=3.0, top_k=1 << 30, sampling_seed=number)
+        for number, name in enumerate("abcd")
+    ]
     requests[1].sampling_params.length, requests[2].sampling_params.length = 12, 3
     decode(sglang, requests, rounds_each_joins=3, max_running_requests=8)
     assert drafted["a"] == {(True, True), (False, False)}, "before three ran together, and beside a later one"
