@@ -86,13 +86,15 @@ def install_packages(site: Path) -> None:
     facts = next(Path(sys.prefix).glob("lib/python*/site-packages/graft_decoding-*.dist-info"))
     run("cp", "-r", facts, site)
     replace_gpu_libraries(site / "torch/lib")
-    run(sys.executable, "-m", "compileall", "-q", "-s", site, "-p", "/opt/site-packages", site)
+    # Files for a newer Python cannot be compiled, and need not be.
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", "-s", site, "-p", "/opt/site-packages", site])
 
 
 def replace_gpu_libraries(folder: Path) -> None:
     """Puts libraries that find no device in the place of NVIDIA's, 3 GB without which torch's wheel does not load."""
     own = list(folder.glob("*.so*"))
-    needed = {name for file in own for name in needed_libraries(file) if GPU_LIBRARY.match(name)}
+    there = {file.name for file in own}  # NVIDIA's libraries for its own CPUs among them
+    needed = {name for file in own for name in needed_libraries(file) if GPU_LIBRARY.match(name)} - there
     defined = {name for file in own for name, _ in functions_of(file, "--defined-only")}
     functions = defaultdict(set)
     for file in own:
