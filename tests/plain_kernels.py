@@ -20,7 +20,6 @@ from graft.model.sampler import truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
-from graft.tree.device import walk as walk_kernels
 from graft.tree.device.buffers import DraftDraws
 
 
@@ -33,7 +32,6 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bit_kernels, "in_eight_bits", in_eight_bits)
     monkeypatch.setattr(topk_kernels, "highest", highest)
     monkeypatch.setattr(draw_kernels, "draw", draw)
-    monkeypatch.setattr(walk_kernels, "follow", follow)
     for function in (slots, tree.children):
         monkeypatch.setattr(block_kernels, function.__name__, function)
     for function in (enter, keep_last, take_roots, spread):
@@ -263,33 +261,6 @@ def enter(
     normed = _norm(hidden, norms[1], eps)
     both = torch.cat([_norm(embedding[tokens.long()], norms[0], eps), normed], dim=-1)
     return fitted(both, dtype), normed if keeps_normed else hidden
-
-
-def follow(
-    tokens: Tensor,
-    parents: Tensor,
-    chosen: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    counts: Tensor,
-    following: Tensor,
-    nodes: Tensor,
-    most: int,
-) -> None:
-    num_rows, room = following.shape
-    for row, (start, size) in enumerate(zip(starts[:num_rows].tolist(), sizes[:num_rows].tolist(), strict=True)):
-        assert size <= most
-        path = [0][:size]
-        while path:
-            own = slice(start + 1, start + size)
-            fits = (tokens[own] == chosen[start + path[-1]]) & (parents[own] == path[-1])
-            if not fits.any():
-                break
-            path.append(1 + int(fits.int().argmax()))
-        path = [start + place for place in path[:room]]
-        following[row, : len(path)] = chosen[path]
-        nodes[row, : len(path)] = torch.tensor(path)
-        counts[row] = len(path)
 
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reference implementation of `native.c`, slow and obvious, node by node.
+"""Reference implementation of the C code of `tree`, slow and obvious, node by node.
 
 Products are taken in the same order, in float32, so that results are the same to the last bit. Paths are compared as
 what they are, tuples of tokens, and probabilities are put into buckets by whole numbers.
@@ -28,6 +28,22 @@ def splitmix(number):
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
+
+
+NOISES = (0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5)  # where the buckets of E begin, after the first
+
+
+def time_of(draws, depth, token):
+    """E = exp(-g) of a token in a draw, by the definition of Gumbel noise."""
+    if draws.times is not None:
+        return float(draws.times[depth - 1][token]) if depth <= len(draws.times) else 0.7
+    key = splitmix((splitmix(draws.seed & MASK) + draws.position + depth - 1) & MASK)
+    bits = splitmix((key + token * 0x9E3779B97F4A7C15) & MASK) >> 11
+    return -math.log((bits + 0.5) / (1 << 53))
+
+
+def can_be_drawn(draws, depth, token):
+    return draws is None or not (token in draws.banned or (depth <= draws.num_unending and token in draws.endings))
 
 
 FACTORS = [splitmix(number) | 1 for number in range(4)]  # of a row's hash: for three tokens and the salt
@@ -64,7 +80,9 @@ class Node:
 class Candidates:
     """Rows of nodes, the root first."""
 
-    def __init__(self, roots, histories, salts=()):
+    def __init__(self, roots, histories, salts=(), draws=None):
+        """draws: by row, a `RowDraws`, or None for a greedy one."""
+        self.draws = draws or [None] * len(roots)
         self.rows = [[Node(int(root), 0, (), np.float32(1), 0, 0, 0)] for root in roots]
         self.texts = [[NO_TOKEN, NO_TOKEN, *history] for history in histories]  # the root last
         self.salts = list(salts) or [0] * len(self.rows)
@@ -77,8 +95,36 @@ class Candidates:
         nodes = self.rows[row]
         above = nodes[parent]
         own_needs = above.needs if needs is None else needs
-        path = path_of(above.path, chance)
+        is_drawable = can_be_drawn(self.draws[row], len(above.words) + 1, token)
+        path = path_of(above.path, chance) if is_drawable else np.float32(0)
         nodes.append(Node(token, parent, (*above.words, token), path, own_needs, source, score_bucket))
+
+    def _kind(self, row):
+        return self.draws[row].kind if self.draws[row] is not None else 0
+
+    def _chance(self, chances, row, agreement, source, score_bucket):
+        return float(chances[3 * self._kind(row) + agreement, source, score_bucket])
+
+    def _copied_bucket(self, row, parent, token, score_bucket):
+        """In a sampled row the score bucket of a copied token is split by the bucket of its E."""
+        if not self._kind(row):
+            return score_bucket
+        time = time_of(self.draws[row], len(self.rows[row][parent].words) + 1, token)
+        return 8 * score_bucket + sum(time >= end for end in NOISES)
+
+    def _successor_buckets(self, row, parent, entries):
+        """In a sampled row: of the probability that each is drawn, by its own probability and its noise."""
+        draws, depth, weights = self.draws[row], len(self.rows[row][parent].words) + 1, []
+        if not self._kind(row):
+            return entries
+        for token, score_bucket in entries:
+            below = score_bucket - entries[0][1]
+            is_weighed = below >= 0 and can_be_drawn(draws, depth, token)
+            weights.append(draws.share_power(below / 2) / time_of(draws, depth, token) if is_weighed else 0.0)
+        if not sum(weights) > 0:
+            return entries
+        shares = [weight / sum(weights) for weight in weights]
+        return [(token, bucket_of(share)) for (token, _), share in zip(entries, shares, strict=True)]
 
     def add(self, tokens, parents, probabilities, sources, score_bucket, needs=None):
         columns = (tokens, parents, probabilities, sources, score_bucket)
@@ -93,7 +139,7 @@ class Candidates:
             columns = (level.tokens, level.parents, level.probabilities)
             for token, parent, q in zip(*(column[row].tolist() for column in columns), strict=True):
                 score_bucket = 0 if chances is None else bucket_of(q)
-                chance = q if chances is None else float(chances[ALONE, source, score_bucket])
+                chance = q if chances is None else self._chance(chances, row, ALONE, source, score_bucket)
                 chance = chance if going[row] and q > 0 else 0.0
                 self._add(row, token, parent + first if parent else 0, chance, source, score_bucket, needs)
             total = np.float32(0)
@@ -125,7 +171,7 @@ class Candidates:
                     node.path = np.float32(0)
 
     def merge(self, drafted=-1, chances=None):
-        for nodes in self.rows:
+        for row, nodes in enumerate(self.rows):
             kept = {}
             for place, node in enumerate(nodes):
                 if node.words not in kept or node.path > nodes[kept[node.words]].path:
@@ -151,8 +197,8 @@ class Candidates:
             for place in sorted(range(1, len(nodes)), key=lambda place: len(nodes[place].words)):
                 node = nodes[place]
                 if node.path > 0:
-                    chance = chances[node.agreement, node.source, node.score_bucket]
-                    node.path = path_of(nodes[node.parent].path, float(chance))
+                    chance = self._chance(chances, row, node.agreement, node.source, node.score_bucket)
+                    node.path = path_of(nodes[node.parent].path, chance)
 
     def ranked(self, total, caps, most_needs=None):
         """(row, place) of the likeliest nodes of all rows together, of each row at most its cap."""
@@ -238,13 +284,12 @@ class Candidates:
                 paths = [node.path if is_open[place] else 0.0 for place, node in enumerate(nodes)]
                 for place in highest(paths, min(beam, width)):
                     number, entries = tables.longest_known(*self._context(row, place), self.salts[row])
-                    if not paths[place] > 0:
-                        entries = None
+                    entries = self._successor_buckets(row, place, entries) if entries and paths[place] > 0 else None
                     for rank in range(num_successors):
                         token, score_bucket, chance = 0, NUM_BUCKETS - 1, 0.0
                         if entries is not None and rank < len(entries):
                             token, score_bucket = entries[rank]
-                            chance = float(chances[ALONE, number + first, score_bucket])
+                            chance = self._chance(chances, row, ALONE, number + first, score_bucket)
                         self._add(row, token, place, chance, number + first, score_bucket)
                     done.add(place)
 
@@ -280,21 +325,22 @@ class Candidates:
     # Copies
 
     def attach_copies(self, own, past, beside, first, chances, num_places, max_depth, length, num_nodes):
-        """own: each row's text; past: texts; beside: by row, other texts, each with the tokens of its prompt."""
+        """own: each row's text; past, beside: by row, texts, and those beside each with the tokens of its prompt."""
         for row, places in enumerate(self.places(num_places, max_depth)):
             for place in places:
                 node = self.rows[row][place]
                 suffix = [*own[row][-MAX_MATCH:], *node.words]
                 depth = min(length, max_depth - len(node.words))
                 start = len(self.rows[row])
-                found = [occurrences(texts, suffix, depth) for texts in ([own[row]], past)]
+                found = [occurrences(texts, suffix, depth) for texts in ([own[row]], past[row])]
                 for text, num_prompt in beside[row]:
                     other = occurrences([text], suffix, depth, num_prompt)
                     if max((match for match, _ in other), default=0) > max((match for match, _ in found[1]), default=0):
                         found[1] = other
                 for token, parent, source, score_bucket in copies(found, num_nodes):
-                    chance = float(chances[ALONE, first + source, score_bucket])
                     at = start + parent - 1 if parent else place
+                    score_bucket = self._copied_bucket(row, at, token, score_bucket)
+                    chance = self._chance(chances, row, ALONE, first + source, score_bucket)
                     self._add(row, token, at, chance, first + source, score_bucket)
         self._pad()
 

@@ -111,7 +111,7 @@ class Unsettled(Watched):
 
     def _extend_rows(self):
         self.num_rounds += 1
-        if self.num_rounds % 7 == 0 and len(self._running) > 1 and self._batches:
+        if self.num_rounds % 7 == 0 and len(self._running) > 1 and self._batch:
             self._preempt(max(self._running, key=lambda job: job.number))
         super()._extend_rows()
 

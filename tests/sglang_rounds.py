@@ -8,15 +8,13 @@ import plain_kernels
 import sglang_double
 from graft.integrations.sglang import trees
 from graft.model.sampler import Sampler, SamplingSettings
-from quick_round import QuickRound
 
 VOCAB = sglang_double.VOCAB
 PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
 
 
 def use_quick_parts(monkeypatch):
-    """In Triton's interpreter the kernels take seconds a round."""
-    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
+    """In Triton's interpreter the kernels over the vocabulary take seconds a round."""
     monkeypatch.setattr(trees.topk_kernels, "highest", plain_kernels.highest)
     monkeypatch.setattr(trees.draw_kernels, "draw", plain_kernels.draw)
 

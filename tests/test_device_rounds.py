@@ -34,8 +34,8 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.successor_table import FACTORS
+from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
-from graft.tree.device.tables import Tables
 from heads import SMALL_TREE, make_head
 from scheduling import Asked
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model

@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+import reference
 from attention_problems import DEVICE, DTYPES, LONG_BRANCH, NOBODY, Problem, chain, ints, some_tree, strips_of
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
@@ -24,8 +25,8 @@ from graft.model.step import Chunk, FlatStep
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
-from graft.tree.device import walk as walk_kernels
-from graft.tree.device.noise import DraftDraws
+from graft.tree.device import c_kernels, triton_kernels
+from graft.tree.device.buffers import DraftDraws
 from graft.tree.tree import PADDING
 from proposers import tree_of
 
@@ -334,20 +335,25 @@ def test_the_walk_kernel_accepts_what_the_plain_walk_accepts(room):
         parents += [0, *(rng.choice([-1, 0, node - 1, rng.randrange(node)]) for node in range(1, size))][:size]
         chosen += [rng.randrange(2) for _ in range(size)]
     step = (ints(tokens), ints(parents), torch.tensor(chosen), ints(starts), ints(sizes))
-    results = []
-    for function, device in ((walk_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
-        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (6, (6, room), (6, room))]
-        function(*(part.to(device) for part in step), *written, 12)
-        results.append([part.tolist() for part in written])
-    counts = results[0][0]
-    assert results[0] == results[1]
+    expected = []
+    for start, size in zip(starts[:6], sizes[:6], strict=True):
+        own = slice(start, start + size)
+        nodes, came = reference.walk(tokens[own], parents[own], [1] * size, chosen[own]) if size else ([], [])
+        expected.append((came[:room], [start + node for node in [0, *nodes]][: len(came)][:room]))
+    counts = [len(came) for came, _ in expected]
+    for kernels, device in ((triton_kernels, DEVICE), (c_kernels, "cpu")):
+        found, *written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (6, (6, room), (6, room))]
+        kernels.walk(*(part.to(device) for part in step), found, *written, 12)
+        assert found.tolist() == counts
+        rows = zip(*(part.tolist() for part in written), counts, strict=True)
+        assert [(came[:count], nodes[:count]) for came, nodes, count in rows] == expected
     assert counts[1] == 1 and counts[3] == 0 and (max(counts) == 2 if room == 2 else max(counts) > 2)
 
 
 def test_the_walk_kernel_reaches_the_end_of_a_tree_of_128_tokens():
     tokens, parents, chosen = ints(list(range(128))), ints(chain(128)), torch.arange(1, 129, device=DEVICE)
     counts, following, nodes = ints([0]), ints([[0] * 128]), ints([[0] * 128])
-    walk_kernels.follow(tokens, parents, chosen, ints([0]), ints([128]), counts, following, nodes, 128)
+    triton_kernels.walk(tokens, parents, chosen, ints([0]), ints([128]), counts, following, nodes, 128)
     assert counts.tolist() == [128]
     assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
 

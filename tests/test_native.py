@@ -354,7 +354,9 @@ def test_copies_are_attached(finished, texts, seed, depth, num_nodes, num_drafte
                 ]
                 for own in histories
             ]
-            both.pools[0].attach_copies(known, finished, beside, 3, chances, num_drafted, 6, depth, num_nodes)
+            both.pools[0].attach_copies(
+                known, [finished] * len(known), beside, 3, chances, num_drafted, 6, depth, num_nodes
+            )
             lookup.propose(both.pools[1], histories, 3, chances, 6)
             both.assert_equal()
             for history in histories:
@@ -418,7 +420,7 @@ def golden_rounds():
         lookup.finish(Text(past[0], 0))
         own = [text.ids for text in texts]
         limits = {"num_places": 10, "max_depth": 8, "length": 32, "num_nodes": 40}
-        both.pools[0].attach_copies(own, past, [[] for _ in own], 2, both.chances, **limits)
+        both.pools[0].attach_copies(own, [past] * len(own), [[] for _ in own], 2, both.chances, **limits)
         lookup.propose(both.pools[1], texts, 2, both.chances, 8)
         for _ in range(5):
             both.add_level()

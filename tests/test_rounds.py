@@ -54,7 +54,7 @@ def test_the_records_of_an_answer_add_up_to_it(model, free, limit):
     assert sum(len(record.tokens) - 1 for record in records) == result.stats.nodes
     assert sum(len(record.accepted) for record in records) == result.stats.accepted
     origins = [origin for record in records for origin in record.origins]
-    assert origins.count("oracle") == result.stats.accepted_by_source["oracle"] > 0
+    assert origins.count("drafted") == result.stats.accepted_by_source["drafted"] > 0
     assert origins.count(MODEL) == limit - result.stats.accepted
 
 
@@ -66,7 +66,7 @@ def test_a_record_is_the_verified_tree_without_padding():
     for _ in engine.rounds([sequence]):
         record = sequence.last_round
         assert record.tokens[0] == root, "the root is the last token before the round"
-        assert record.sources == ["root", *["random"] * (len(record.tokens) - 1)]
+        assert record.sources == ["root", *["drafted"] * (len(record.tokens) - 1)]
         assert all(parent < node for node, parent in enumerate(record.parents) if node)
         for parent, node, token in zip([0, *record.accepted], record.accepted, record.new_tokens, strict=False):
             assert (record.parents[node], record.tokens[node]) == (parent, token)
@@ -130,12 +130,12 @@ def test_a_drawn_tree_is_cut_to_its_likeliest_nodes_and_the_accepted(monkeypatch
 
 def test_text_is_coloured_by_who_proposed_each_token(model, free):
     engine = oracle(model, free)
-    rounds = Rounds(byte_tokenizer(), free.prompt_ids, ("root", "other", "oracle"))
+    rounds = Rounds(byte_tokenizer(), free.prompt_ids, ("root", "other", "drafted"))
     stream = engine.stream(PROMPT, watch=rounds.watch, max_new_tokens=12)
     painted = "".join(rounds.paint(piece, COLOURED) for piece in stream)
     assert re.sub(r"\x1b\[[\d;]*m", "", painted) == stream.result.text
     assert "\x1b[36m" in painted and "\x1b[32m" not in painted, "the second proposer's colour alone"
-    assert rounds.legend().plain == "other 0, oracle 10, the model's own 2"
+    assert rounds.legend().plain == "other 0, drafted 10, the model's own 2"
 
 
 @pytest.mark.parametrize("stop", [(), ("s",), ("\ufffd\ufffd",)])

@@ -3,6 +3,7 @@
 import ast
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,8 @@ from graft.integrations.sglang.settings import (
 from graft.integrations.sglang.trees import Server, Trees, draw_in_torch
 from graft.model.captures import CaptureError
 from graft.model.sampler import Sampler, SamplingSettings
+from graft.tree.device import triton_kernels
 from graft.tree.device.round import DeviceRound
-from quick_round import QuickRound
 from sglang_rounds import PROMPT, VOCAB, check_texts, decode, plain, requests_of, run, use_quick_parts
 
 SERVER = Server(
@@ -349,8 +350,8 @@ def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room, is_overl
     assert len(past_of(worker.draft_worker.trees)) >= len(requests) - 2
 
 
-def test_the_kernels_of_whole_rounds_give_the_plain_text(sglang, monkeypatch):
-    monkeypatch.setattr(trees, "DeviceRound", DeviceRound)
+def test_triton_kernels_of_whole_rounds_give_the_plain_text(sglang, monkeypatch):
+    monkeypatch.setattr(trees, "DeviceRound", partial(DeviceRound, kernels=triton_kernels))
     requests = [sglang.Request("a", PROMPT * 2, length=7, temperature=0.7, top_k=1 << 30, sampling_seed=5)]
     worker, inputs = decode(sglang, requests, speculative_num_draft_tokens=4)
     check_texts(requests)
@@ -565,7 +566,10 @@ def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglan
         Trees, "see", lambda self, requests: (now.__setitem__(slice(None), requests), see(self, requests))
     )
     monkeypatch.setattr(kernels, "split_levels", recorded)
-    requests = [sglang.Request(name, [*PROMPT, number], length=40) for number, name in enumerate("abcd")]
+    requests = [
+        sglang.Request(name, [*PROMPT, number], length=40, temperature=3.0, top_k=1 << 30, sampling_seed=number)
+        for number, name in enumerate("abcd")
+    ]
     requests[1].sampling_params.length, requests[2].sampling_params.length = 12, 3
     decode(sglang, requests, rounds_each_joins=3, max_running_requests=8)
     assert drafted["a"] == {(True, True), (False, False)}, "before three ran together, and beside a later one"
@@ -746,8 +750,8 @@ def test_what_cannot_be_captured_runs_without_graphs_and_is_logged_once(sglang, 
 
 
 def test_counts_of_a_round_change_the_calibration_on_the_device(monkeypatch):
-    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
     now = made()
+    monkeypatch.setattr(now.round, "finish", lambda *given: None)  # so that the counts stay
     probs = now.round.inputs["acceptance_probs"]
     prior, rng = probs.clone().double().numpy(), np.random.default_rng(0)
     tried = fitted = 0
@@ -765,8 +769,7 @@ def test_counts_of_a_round_change_the_calibration_on_the_device(monkeypatch):
     np.testing.assert_array_equal(probs.double().numpy(), prior)
 
 
-def test_trees_of_roots_alone_end_in_the_chosen_tokens_whatever_was_there_before(monkeypatch):
-    monkeypatch.setattr(trees, "DeviceRound", QuickRound)
+def test_trees_of_roots_alone_end_in_the_chosen_tokens_whatever_was_there_before():
     now, requests = made(), [request(1, PROMPT), request(2, PROMPT[:5])]
     now.step.fill_(7)
     load(now, requests, [11, 12])

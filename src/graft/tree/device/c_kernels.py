@@ -281,6 +281,7 @@ def walk(
     nodes: Tensor,
     most: int,
 ) -> None:
+    chosen = chosen.long()
     step = (_at(tokens), _at(parents), _at(chosen, torch.int64), _at(starts), _at(sizes))
     _library().graft_walk(len(tokens), *following.shape, *step, _at(counts), _at(following), _at(nodes))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 def walk(
     tokens: Tensor,  # [T] int32 of a step
     parents: Tensor,  # [T] int32 places in the row; -1 for padding
-    chosen: Tensor,  # [T] int64 the token chosen after each
+    chosen: Tensor,  # [T] integers: the token chosen after each
     starts: Tensor,  # [R or more] int32 each row's first token in the step
     sizes: Tensor,  # [R or more] int32 each row's number of tokens in the step
     counts: Tensor,  # [R] int32, written: new tokens of the round; 0 for a row without tokens
