@@ -7,29 +7,32 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 PATIENCE = 120.0  # seconds: nothing is waited for so long unless it hangs
+_STEPS = ("step", "run_step")  # of prompts alone, and of rounds
 
 
 class Gate:
     """Lets a target make its first steps, then holds it until it may go on."""
 
     def __init__(self, target: Any, num_free: int = 4) -> None:
-        self._target, self._step = target, target.step
+        self._target, self._steps = target, {name: getattr(target, name) for name in _STEPS}
         self._num_free: float = num_free
         self._is_holding = False
         self._changed = threading.Condition()
-        target.step = self._pass
+        for name in _STEPS:
+            setattr(target, name, partial(self._pass, name))
 
-    def _pass(self, *given: Any, **more: Any) -> Any:
+    def _pass(self, name: str, *given: Any, **more: Any) -> Any:
         with self._changed:
             self._is_holding = self._num_free == 0
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self._num_free > 0, PATIENCE), "nobody opened the gate"
             self._num_free -= 1
-        return self._step(*given, **more)
+        return self._steps[name](*given, **more)
 
     def wait(self) -> None:
         """Until a step is held."""
@@ -45,7 +48,8 @@ class Gate:
 
     def open(self) -> None:
         """Takes the gate away."""
-        self._target.step = self._step
+        for name, step in self._steps.items():
+            setattr(self._target, name, step)
         self.let(math.inf)
 
     def open_when(self, condition: Callable[[], bool]) -> None:

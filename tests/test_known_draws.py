@@ -295,17 +295,14 @@ def test_priors_split_by_noise_have_the_prior_as_their_mean_and_what_is_rarely_r
 def proposed_tokens(engine, **settings):
     """By depth, all tokens that verified trees held."""
     seen = []
-    step = engine.target.step
+    step = engine.target.run_step
 
-    def watched(cache, tree, chunks=(), num_already_run=0):
-        if tree is not None:
-            depths = [0] * tree.width
-            for node in range(1, tree.num_nodes[0] + 1):
-                depths[node] = depths[tree.parents[0, node]] + 1
-                seen.append((len(sequence.ids) + depths[node] - 1, int(tree.tokens[0, node])))
-        return step(cache, tree, chunks, num_already_run)
+    def watched(inputs, tables, rows, num_tokens):
+        tokens, _, _, depths = inputs.columns[:4, 1:num_tokens].tolist()
+        seen.extend((len(sequence.ids) + depth - 1, token) for token, depth in zip(tokens, depths, strict=True))
+        return step(inputs, tables, rows, num_tokens)
 
-    engine.target.step = watched
+    engine.target.run_step = watched
     sequence = engine.new_sequences(PROMPT, SamplingSettings(**settings))[0]
     for _ in engine.rounds([sequence]):
         pass

@@ -11,14 +11,13 @@ import torch
 
 from gates import PATIENCE, Clock, Gate, until
 from graft import Engine, GraftError
+from graft.engine.device_rounds import DeviceRounds
 from graft.engine.jobs import BusyError, Failure
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
-from graft.model.sampler import Sampler
 from graft.server.grammar import Grammars, GrammarSpec
-from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -236,11 +235,10 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 @pytest.mark.parametrize(
     "part",
     [
-        (Sampler, "select"),
         (EagerState, "select"),
         (PagePool, "keep_prefix"),
         (PagePool, "release"),
-        (Policy, "finish"),
+        (DeviceRounds, "finish_text"),
     ],
 )
 def test_a_failure_while_a_row_leaves_harms_no_request(model, schedule, monkeypatch, part):
@@ -352,13 +350,19 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
 
 def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch):
     scheduler, sizes = schedule("off", max_batched_tokens=80), []
-    step = scheduler.engine.target.step
+    rounds, target = scheduler.engine.device_rounds, scheduler.engine.target
+    run, step = rounds.run, target.step
 
-    def note(cache, tree, chunks=()):
-        sizes.append((tree.tokens.shape[0] if tree is not None else 0, sum(len(chunk.tokens) for chunk in chunks)))
+    def note(batch, clock, chunks, meanwhile):
+        sizes.append((len(batch.sequences), sum(len(chunk.tokens) for chunk in chunks)))
+        return run(batch, clock, chunks, meanwhile)
+
+    def note_prompts(cache, tree, chunks=()):
+        sizes.append((0, sum(len(chunk.tokens) for chunk in chunks)))
         return step(cache, tree, chunks)
 
-    monkeypatch.setattr(scheduler.engine.target, "step", note)
+    monkeypatch.setattr(rounds, "run", note)
+    monkeypatch.setattr(target, "step", note_prompts)
     gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1500, ignore_eos=True)
     gate.wait()
