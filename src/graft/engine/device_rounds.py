@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from graft.engine.adjustments import Adjustments
 from graft.engine.device_learning import DeviceLearning
-from graft.engine.device_rows import Choice, ReadChunk, draws_of, needs_host
+from graft.engine.device_rows import Choice, ReadChunk, draws_of, load_chunks
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
+from graft.engine.round_reports import RoundReports
 from graft.engine.staging import Staging
 from graft.model import Chunk, Row, VerifyOutput
 from graft.model.captures import (
@@ -36,10 +37,10 @@ from graft.model.captures import (
     pinned_zeros,
 )
 from graft.model.cuda_graphs import CapturedTarget, StepBuffers
+from graft.model.grammar import advance
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws, share_powers
-from graft.model.step import FlatStep, Part
 from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
@@ -65,7 +66,7 @@ class RoundError(RuntimeError):
 
 
 class DeviceRounds:
-    """The device rounds of one engine, for batches whose rows do not need the host."""
+    """The device rounds of one engine."""
 
     max_new_tokens = MAX_TOKENS  # of a row in a round
     max_rows = MAX_TREE_TOKENS  # decoded together
@@ -95,6 +96,8 @@ class DeviceRounds:
         self.failure: str | None = None  # why rounds cannot be captured; None: they can
         self._staging = Staging(target.device)
         self._learned = DeviceLearning(policy, self._sources, self._staging)
+        self._adjustments = Adjustments(target.device, target.vocab_size, self._staging)
+        self._reports = RoundReports(target.device, self._staging)
 
     @classmethod
     def of(cls, target: Any, policy: Policy, drafter: Any) -> DeviceRounds | None:
@@ -111,7 +114,7 @@ class DeviceRounds:
             and self._target.is_captured
             and (self._drafter is None or self._drafter.is_captured(draft))
         )
-        return is_captured and not any(map(needs_host, sequences)) and len(sequences) <= self.max_rows
+        return is_captured and len(sequences) <= self.max_rows
 
     # A round
 
@@ -128,7 +131,7 @@ class DeviceRounds:
         flight: Flight | None = None
         read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
-            flight, read = self._launch(batch, chunks)
+            flight, read = self._launch(batch, chunks, clock)
         batch.settle()
         meanwhile()
         self.flush(clock)
@@ -193,6 +196,7 @@ class DeviceRounds:
                 for length in lengths:
                     target.captured_step(buffers, tables, shape.tokens, length)
             self._learned.warm_up(round, buffers)
+            self._adjustments.warm_up(buffers)
 
     # Launching
 
@@ -226,7 +230,7 @@ class DeviceRounds:
     def _must_move(self) -> bool:
         return self._round is not None and self._pool_state != _state_of(self._target.pool)
 
-    def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+    def _launch(self, batch: Batch, chunks: Sequence[Chunk], clock: Clock) -> tuple[Flight, list[VerifyOutput]]:
         if self.failure is not None:
             raise RoundError(self.failure)
         target, rows = self._target, batch.cache.rows
@@ -247,15 +251,16 @@ class DeviceRounds:
         longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
         if self._flight is not None and self._must_move():
             # The pool has grown, so the texts on the device must move: take the round in flight first.
-            self.flush(Clock())
+            self.flush(clock)
         setups = num_setups_of(target, self._drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
             round = self._round_for(target.pool)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             for sequence, row in zip(batch.sequences, rows, strict=True):
                 if row not in self._known:
+                    self._adjustments.add_row(row, sequence)
                     self._send_text(round, row, sequence.ids)
-            choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
+            choice = max(Choice.of(own.settings, own.constraint is not None) for own in batch.sequences)
             learns = any(sequence.speculates for sequence in batch.sequences)
             context = context_for(longest, self.contexts)
             kind = (choice, learns, plan.max_passes, draft)
@@ -269,15 +274,22 @@ class DeviceRounds:
             self._load(round, batch.sequences, rows, draws, shape, plan)
             marks[0].record()
             propose()
-            read = self._load_chunks(buffers, shape, chunks)
+            read = load_chunks(buffers, self._staging, shape, target.size_for(shape.tokens + num_prefill), chunks)
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
             if step is None:
                 raise self._give_up("its steps cannot be captured")
+            trees = self._adjustments.fetch_trees(batch.sequences, buffers, shape)
             step()
             marks[2].record()
+            if trees is not None:
+                self.flush(clock)  # while the step runs, so that grammars know all tokens before it
+            logits = self._reports.logits_of(batch.sequences, buffers, shape)
+            adjusted = self._adjustments.apply(batch.sequences, rows, buffers, shape, trees)
             finish()
             marks[3].record()
+            self._adjustments.count(round, shape, adjusted)
+            report = self._reports.make(batch.sequences, round, shape, logits)
             here, done = next(self._results)
             here.copy_(round.results, non_blocking=True)
             done.record()
@@ -287,7 +299,8 @@ class DeviceRounds:
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
         is_usual = setups == num_setups_of(target, self._drafter)
         of_rows = (list(batch.sequences), list(rows), draft_rows)
-        return Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual), read
+        flight = Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual, adjusted, report)
+        return flight, read
 
     def _give_up(self, reason: str) -> RoundError:
         """Let the host run all rounds from now on, with one warning. Returns the error to raise."""
@@ -469,25 +482,6 @@ class DeviceRounds:
 
     # Prompt chunks in the same step
 
-    def _load_chunks(self, buffers: StepBuffers, shape: RoundShape, chunks: Sequence[Chunk]) -> list[VerifyOutput]:
-        """Add prompt chunks after the trees. Their rows follow the padding row."""
-        if not chunks:
-            return []
-        step = FlatStep([], None, chunks)
-        first, row, count = shape.tokens, shape.rows + 1, step.num_tokens
-        size = self._target.size_for(first + count)
-        columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
-        columns[:, :count] = step.columns[:, :count]
-        columns[4, :count] += row
-        columns[4, count:] = shape.rows
-        by_row = step.by_row[:, : len(chunks)].copy()
-        by_row[0] += first
-        numbers = self._staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
-        buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
-        buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
-        step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
-        return buffers.outputs_of(step)[1]
-
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
         """Let the drafter and the tables learn from the prompt chunks of the last step."""
         if self._drafter is not None:
@@ -532,6 +526,7 @@ class DeviceRounds:
         ]
         num_passes = int(found["made"].sum()) if not shape.is_plain else 0
         tree = flight.tree()
+        considered, logprobs = flight.considered(tree), flight.logprobs()
         names, common = self.policy.sources, self.policy.common_sources
         by_row = zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)
         for number, (sequence, row, draft_row, new, accepted) in enumerate(by_row):
@@ -541,8 +536,13 @@ class DeviceRounds:
             if draft_row is not None:
                 draft_row.length += len(new)
             sequence.stats.draft_passes += num_passes
+            knew_noise = flight.kinds[number] > 0
             try:
-                sequence.extend(new, accepted, TreeRow(tree, None, number, names, None, common))
+                if sequence.constraint is not None:
+                    failures = flight.adjusted.failures.get(number, {})
+                    advance(sequence.constraint, new, [0, *accepted], failures)
+                seen = TreeRow(tree, None, number, names, considered, common, knew_noise, logprobs)
+                sequence.extend(new, accepted, seen)
             except Exception as error:  # ends only that sequence
                 sequence.failure = error
         try:

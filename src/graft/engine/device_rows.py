@@ -1,26 +1,26 @@
-"""Rows as device rounds see them: whether a row needs the host, how its tokens are chosen, and its prompt chunks."""
+"""Rows as device rounds see them: how their tokens are chosen, what is known of their draws, their prompt chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graft.model import VerifyOutput
+import numpy as np
+
+from graft.model import Chunk, VerifyOutput
 from graft.model.noise import RowDraws, draft_temperature
-from graft.model.sampler import SamplingSettings, truncates
-from graft.request.sequence import Sequence
+from graft.model.sampler import SamplingSettings, is_adjusted, truncates
+from graft.model.step import FlatStep, Part
+from graft.request.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:  # they need Triton
+    from graft.engine.staging import Staging
+    from graft.model.cuda_graphs import StepBuffers
+    from graft.tree.device.round import RoundShape
 
 
-def needs_host(sequence: Sequence) -> bool:
-    """Whether the host must help to choose the row's tokens, or must see each of its rounds."""
-    s: SamplingSettings = sequence.settings
-    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    is_watched = s.logprobs is not None or sequence.is_recorded
-    return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
-
-
-def draws_of(sequences: Iterable[Sequence], are_known: bool) -> list[RowDraws]:
+def draws_of(sequences: Iterable[TokenSequence], are_known: bool) -> list[RowDraws]:
     """By row, what trees know of its coming draws. Positions are left at 0, since the device knows them."""
     all_settings = (sequence.settings for sequence in sequences)
     return [
@@ -32,14 +32,14 @@ def draws_of(sequences: Iterable[Sequence], are_known: bool) -> list[RowDraws]:
 class Choice(IntEnum):
     """How the tokens of a round are chosen. The highest value that a row needs is used for all rows."""
 
-    GREEDY = 0
+    GREEDY = 0  # as the step left them: the likeliest by its own logits
     SAMPLED = 1
     TRUNCATED = 2
 
     @classmethod
-    def of(cls, settings: SamplingSettings) -> Choice:
+    def of(cls, settings: SamplingSettings, has_grammar: bool = False) -> Choice:
         if settings.temperature == 0:
-            return cls.GREEDY
+            return cls.SAMPLED if has_grammar or is_adjusted(settings) else cls.GREEDY
         return cls.TRUNCATED if truncates(settings) else cls.SAMPLED
 
 
@@ -52,3 +52,24 @@ class ReadChunk(NamedTuple):
     salt: int  # of the table entries to write
     draft: Any  # the drafter's state, if there is a drafter; `row` is the row in it
     row: int
+
+
+def load_chunks(
+    buffers: StepBuffers, staging: Staging, shape: RoundShape, size: int, chunks: Sequence[Chunk]
+) -> list[VerifyOutput]:
+    """Add prompt chunks to a step of `size` tokens, after the trees. Their rows follow the padding row."""
+    if not chunks:
+        return []
+    step = FlatStep([], None, chunks)
+    first, row, count = shape.tokens, shape.rows + 1, step.num_tokens
+    columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
+    columns[:, :count] = step.columns[:, :count]
+    columns[4, :count] += row
+    columns[4, count:] = shape.rows
+    by_row = step.by_row[:, : len(chunks)].copy()
+    by_row[0] += first
+    numbers = staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
+    buffers.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
+    buffers.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
+    step.chunks = [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
+    return buffers.outputs_of(step)[1]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from graft.engine.adjustments import Adjusted
+from graft.engine.round_reports import Logprobs, Report
 from graft.model import Row
 from graft.model.captures import Event
 from graft.request.sequence import Sequence as TokenSequence
@@ -30,6 +32,17 @@ class Flight:
     marks: Sequence[Any]  # events: before, proposed, verified, finished
     done: Event
     is_usual: bool  # False if a graph was captured meanwhile: then its time says nothing about other rounds
+    adjusted: Adjusted
+    report: Report
+
+    def logprobs(self) -> Logprobs | None:
+        return self.report.logprobs(self.results["num_nodes"][: len(self.rows)])
+
+    def considered(self, tree: DraftTree) -> DraftTree | None:
+        """The trees, then pruned candidates, for records of the round."""
+        cap, paths = self.shape.cap, self.results["paths"]
+        by_row = paths[: self.shape.rows * cap].reshape(self.shape.rows, cap)
+        return self.report.considered(tree.tokens[:, 0].tolist(), by_row, self.results["num_nodes"])
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""

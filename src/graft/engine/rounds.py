@@ -233,6 +233,7 @@ class Rounds:
             self.target.vocab_size,
             self.target.device,
             [s.constraint for s in batch],
+            [s.num_prompt_tokens for s in batch],
         )
 
     def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:

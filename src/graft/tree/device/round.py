@@ -392,6 +392,20 @@ class DeviceRound:
             of_step = (tokens, parents, places, rows, starts, before, salts, successors, logits)
             outcome.learn(self.tables, *of_step, self._starts64, self._terms, num_rows, is_text)
 
+    def walked(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor]:
+        """By row, the step's tokens that the walk reached, the tokens chosen after them, and how many they are."""
+        rows = shape.rows
+        return self._nodes[:rows], self.found["tokens"][:rows], self.found["counts"][:rows]
+
+    def candidates(self, shape: RoundShape) -> Tensor:
+        """[4, rows, cap] the likeliest nodes of each row, best first: places in the pool, tokens, parents and sources.
+
+        They are those of the last `propose`, and a parent is a place in the pool.
+        """
+        nodes, pool = self._ranked(shape).nodes, self.pool
+        parts = (part[: shape.rows].gather(1, nodes.long()) for part in (pool.tokens, pool.parents, pool.sources))
+        return torch.stack([nodes, *parts])
+
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""
         rows = shape.rows
