@@ -63,7 +63,10 @@ class Adjustments:
 
     def __init__(self, device: torch.device, vocab_size: int, staging: Staging) -> None:
         self._device, self._vocab_size, self._staging = device, vocab_size, staging
-        self._state = kernels.State.make(1, 1, device)  # in place of a state without slots
+        # In place of a state without slots, and of masks in a round without grammars.
+        self._state = kernels.State.make(1, 1, device)
+        none = torch.full((MAX_TREE_TOKENS,), -1, dtype=torch.int32, device=device)
+        self._no_masks = kernels.Masks(none, none[None, :1])
         self._num_slots = 0
         self._slots: weakref.WeakKeyDictionary[Row, int] = weakref.WeakKeyDictionary()
         self._landing = Landing(device)
@@ -88,11 +91,8 @@ class Adjustments:
     def warm_up(self, buffers: StepBuffers) -> None:
         """Compile the kernel."""
         buffers.columns[:, :1] = 0
-        rows = self._send_rows([], [], 1)
-        none = torch.full((1,), -1, dtype=torch.int32, device=self._device)
-        for masks in (None, kernels.Masks(none, torch.zeros(1, 4, dtype=torch.int32, device=self._device))):
-            inputs = (buffers.logits[:1], buffers.columns[:, :1], buffers.by_row)
-            kernels.adjust(*inputs, rows, self._state, masks)
+        inputs = buffers.logits[:1], buffers.columns[:, :1], buffers.by_row
+        kernels.adjust(*inputs, self._send_rows([], [], 1), self._state, self._no_masks)
 
     # Rows
 
@@ -147,7 +147,7 @@ class Adjustments:
         has_slots = any(slot >= 0 for slot in slots)
         if not has_slots and trees is None:
             return Adjusted()
-        masks, failures = self._masks(sequences, trees) if trees is not None else (None, {})
+        masks, failures = self._masks(sequences, trees) if trees is not None else (self._no_masks, {})
         inputs = buffers.logits[: shape.tokens], buffers.columns[:, : shape.tokens], buffers.by_row
         of_rows = self._send_rows(sequences, slots, shape.rows)
         kernels.adjust(*inputs, of_rows, self._state, masks)

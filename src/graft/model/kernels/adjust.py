@@ -50,13 +50,13 @@ class Masks(NamedTuple):
     bits: Tensor  # [M, words] int32
 
 
-def adjust(logits: Tensor, columns: Tensor, by_row: Tensor, rows: Rows, state: State, masks: Masks | None) -> None:
+def adjust(logits: Tensor, columns: Tensor, by_row: Tensor, rows: Rows, state: State, masks: Masks) -> None:
     """Adjust the logits [T, V] of a step in place. columns, by_row: see `ranking.lay_out`."""
     num_tokens, vocab_size = logits.shape
     tokens, parents, _, depths, rows_of, _ = columns
     _adjust_kernel[(num_tokens, triton.cdiv(vocab_size, _CHUNK))](
         *(logits, logits.stride(0), tokens, parents, depths, rows_of, by_row[0], by_row[2]),
-        *(*rows, *state, *(masks or (None, None)), masks.bits.shape[1] if masks is not None else 0, vocab_size),
+        *(*rows, *state, *masks, masks.bits.shape[1], vocab_size),
         CHUNK=_CHUNK,
         num_warps=4,
         enable_fp_fusion=False,  # the same bits as the sampler
@@ -89,8 +89,8 @@ def _adjust_kernel(
     frequency: tl.tensor,
     entries: tl.tensor,
     biases: tl.tensor,
-    mask_numbers: tl.tensor | None,
-    masks: tl.tensor | None,
+    mask_numbers: tl.tensor,
+    masks: tl.tensor,
     num_words: int,
     vocab_size: int,
     CHUNK: tl.constexpr,
@@ -99,9 +99,7 @@ def _adjust_kernel(
     token, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     slot = tl.load(slots + row)
-    mask = tl.full([], -1, tl.int32)
-    if mask_numbers is not None:
-        mask = tl.load(mask_numbers + token)
+    mask = tl.load(mask_numbers + token)
     if (slot < 0) & (mask < 0):
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
