@@ -40,9 +40,7 @@ class Flight:
 
     def considered(self, tree: DraftTree) -> DraftTree | None:
         """The trees, then pruned candidates, for records of the round."""
-        cap, paths = self.shape.cap, self.results["paths"]
-        by_row = paths[: self.shape.rows * cap].reshape(self.shape.rows, cap)
-        return self.report.considered(tree.tokens[:, 0].tolist(), by_row, self.results["num_nodes"])
+        return self.report.considered(tree.tokens[:, 0].tolist(), self.results["num_nodes"][: len(self.rows)])
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""

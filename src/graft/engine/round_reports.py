@@ -21,7 +21,7 @@ from graft.model.sampler import is_adjusted
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TokenLogprob
 from graft.tree.device.round import MAX_TOKENS, DeviceRound, RoundShape
-from graft.tree.tree import PADDING, DraftTree
+from graft.tree.tree import PADDING, ROOT, DraftTree
 
 _ALTERNATIVES = (8, 32)  # of a token: numbers that kernels are compiled for; torch finds more, more slowly
 _SHOWN = 8  # the most pruned candidates that the record of a round shows
@@ -47,7 +47,7 @@ class Report:
     """What a round reports, once it has ended."""
 
     scores: np.ndarray | None = None  # [T, 1 + 2K] int32: values and tokens of `Logprobs`
-    candidates: np.ndarray | None = None  # [4, rows, cap] int32: `DeviceRound.candidates`
+    candidates: np.ndarray | None = None  # [5, rows, most] int32: `DeviceRound.candidates`
 
     def logprobs(self, num_nodes: np.ndarray) -> Logprobs | None:
         """num_nodes: by row, nodes of the tree."""
@@ -58,30 +58,29 @@ class Report:
         widths = num_nodes + 1
         return Logprobs(values, self.scores[:, num_values:], (np.cumsum(widths) - widths).tolist())
 
-    def considered(self, roots: Sequence[int], paths: np.ndarray, num_nodes: np.ndarray) -> DraftTree | None:
+    def considered(self, roots: Sequence[int], num_nodes: np.ndarray) -> DraftTree | None:
         """The trees and, after each, its likeliest pruned candidates; None if the round was plain or nobody watches.
 
-        paths: [rows, cap] path probabilities of the likeliest nodes, best first.
+        num_nodes: by row, nodes of the tree.
         """
         if self.candidates is None:
             return None
-        num_rows = len(roots)
-        counts = np.minimum((paths[:num_rows] > 0).sum(axis=1), num_nodes[:num_rows] + _SHOWN)
-        width = 1 + int(counts.max())
-        tokens, parents, sources = np.zeros((3, num_rows, width), dtype=np.int64)
+        nodes, new, above, origins, bits = self.candidates[:, : len(roots)]
+        paths = bits.view(np.float32)
+        counts = np.minimum((paths > 0).sum(axis=1), num_nodes + _SHOWN)
+        shape = (len(roots), 1 + int(counts.max()))
+        tokens, parents, sources, needs = np.zeros((4, *shape), dtype=np.int64)
+        probabilities = np.ones(shape, dtype=np.float32)
         sources[:] = PADDING
-        probabilities = np.ones((num_rows, width), dtype=np.float32)
-        for row, (root, count) in enumerate(zip(roots, counts.tolist(), strict=True)):
-            nodes, own_tokens, above, own_sources = self.candidates[:, row, :count]
-            place = {0: 0} | {node: number for number, node in enumerate(nodes.tolist(), start=1)}
+        tokens[:, 0], sources[:, 0] = roots, ROOT
+        for row, count in enumerate(counts.tolist()):
+            place = {0: 0} | {node: number for number, node in enumerate(nodes[row, :count].tolist(), start=1)}
             own = slice(1, 1 + count)
-            tokens[row, 0], sources[row, 0] = root, 0
-            tokens[row, own], sources[row, own] = own_tokens, own_sources
-            parents[row, own] = [place[node] for node in above.tolist()]
-            by_node = np.concatenate([[1.0], paths[row, :count]])
-            probabilities[row, own] = by_node[1:] / by_node[parents[row, own]]
-        columns = (tokens, parents, probabilities, sources, np.zeros_like(tokens))
-        return DraftTree(MAX_TOKENS, *map(torch.from_numpy, columns))
+            tokens[row, own], sources[row, own] = new[row, :count], origins[row, :count]
+            parents[row, own] = [place[node] for node in above[row, :count].tolist()]
+            by_place = np.append(np.float32(1), paths[row, :count])
+            probabilities[row, own] = by_place[1:] / by_place[parents[row, own]]
+        return DraftTree(MAX_TOKENS, *map(torch.from_numpy, (tokens, parents, probabilities, sources, needs)))
 
 
 class RoundReports:
@@ -108,7 +107,7 @@ class RoundReports:
             most = max(number for number in asked if number is not None)
             scores = self._scores.fetch(_scores_of(round, shape, logits, asks, most))
         if not shape.is_plain and any(sequence.is_recorded for sequence in sequences):
-            candidates = self._candidates.fetch(round.candidates(shape))
+            candidates = self._candidates.fetch(round.candidates(shape, shape.cap + _SHOWN))
         return Report(scores, candidates)
 
 

@@ -397,14 +397,18 @@ class DeviceRound:
         rows = shape.rows
         return self._nodes[:rows], self.found["tokens"][:rows], self.found["counts"][:rows]
 
-    def candidates(self, shape: RoundShape) -> Tensor:
-        """[4, rows, cap] the likeliest nodes of each row, best first: places in the pool, tokens, parents and sources.
+    def candidates(self, shape: RoundShape, most: int) -> Tensor:
+        """[5, rows, most] int32 the likeliest nodes of each row, best first, whether or not they are verified.
 
-        They are those of the last `propose`, and a parent is a place in the pool.
+        Places in the pool, tokens, parents' places, sources, and the bits of path probabilities, which are 0 after the
+        last. They are those of the last `propose`.
         """
-        nodes, pool = self._ranked(shape).nodes, self.pool
-        parts = (part[: shape.rows].gather(1, nodes.long()) for part in (pool.tokens, pool.parents, pool.sources))
-        return torch.stack([nodes, *parts])
+        pool, rows = self.pool, shape.rows
+        width = shape.pool(self._levels(rows)).width
+        paths, order = pool.paths[:rows, 1:width].sort(dim=1, descending=True, stable=True)
+        nodes = 1 + order[:, :most]
+        parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
+        return torch.stack([nodes.int(), *parts, paths[:, :most].contiguous().view(torch.int32)])
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""
