@@ -399,9 +399,9 @@ def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_
 def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):
     launch, capture, contexts = DeviceRounds._launch, DeviceRounds._capture, []
 
-    def watched(rounds, batch, chunks):
+    def watched(rounds, batch, chunks, clock):
         rounds.is_watched = any(chunk.row.length > 64 for chunk in chunks)
-        return launch(rounds, batch, chunks)
+        return launch(rounds, batch, chunks, clock)
 
     def captured(rounds, *given):
         contexts.extend([given[4]] if rounds.is_watched else [])

@@ -4,7 +4,9 @@ decoding on the host. What the kernel computes: test_adjust.py. Here the interpr
 from __future__ import annotations
 
 import asyncio
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from graft.engine.round_reports import _scores_of
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model import TargetRunner
-from graft.server.grammar import Grammars, GrammarSpec
+from graft.server.grammar import GrammarConstraint, Grammars, GrammarSpec
 from graft.tree.device.round import RoundShape
 from scheduling import Asked
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -200,6 +202,91 @@ def constrained_ids(engine, grammars, asked, **options):
         pass
     assert not any(sequence.constraint and sequence.constraint.error for sequence in sequences)
     return [sequence.new_ids for sequence in sequences], [sequence.stats for sequence in sequences]
+
+
+class Brittle:
+    """A matcher whose masks fail after some tokens: by an error that it keeps, or by a panic."""
+
+    def __init__(self, matcher, bad, panics, taken=()):
+        self._matcher, self._bad, self._panics, self._taken, self._is_broken = matcher, bad, panics, list(taken), False
+
+    def deep_copy(self):
+        assert not self._is_broken
+        return Brittle(self._matcher.deep_copy(), self._bad, self._panics, self._taken)
+
+    def compute_bitmask(self):
+        if self._taken and self._taken[-1] in self._bad:
+            self._is_broken = True
+            if self._panics:
+                raise BaseException("index out of bounds")
+        return self._matcher.compute_bitmask()
+
+    def try_consume_tokens(self, tokens):
+        assert not self._is_broken
+        count = self._matcher.try_consume_tokens(tokens)
+        self._taken += tokens[:count]
+        return count
+
+    def consume_tokens(self, tokens):
+        return self.try_consume_tokens(tokens) == len(tokens)
+
+    def rollback(self, count):
+        assert not self._is_broken
+        del self._taken[len(self._taken) - count :]
+        return self._matcher.rollback(count)
+
+    def is_error(self):
+        return self._is_broken or self._matcher.is_error()
+
+    def get_error(self):
+        return "index out of bounds" if self._is_broken else self._matcher.get_error()
+
+    def is_stopped(self):
+        return self._matcher.is_stopped()
+
+
+def random_tree_of(rng, constraint, count):
+    """Tokens and parents of a tree, most of which the grammar allows."""
+    tokens, parents, states = [1], [0], [constraint]
+    while len(tokens) < count:
+        parent = rng.randrange(len(tokens))
+        allowed = (states[parent].mask(torch.zeros(BYTE_VOCAB)) == 0).nonzero().flatten().tolist()
+        tokens.append(rng.choice(allowed) if rng.random() < 0.8 else rng.randrange(BYTE_VOCAB))
+        parents.append(parent)
+        states.append(GrammarConstraint(states[parent]._matcher.deep_copy()))
+        states[-1].take(tokens[-1])
+    return tokens, parents, states
+
+
+@pytest.mark.parametrize("fails", [None, "error", "panic"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_masks_of_a_tree_are_those_of_each_path_by_itself(seed, fails, grammars):
+    rng, num_masked, num_failed = random.Random(seed), 0, 0
+    for text in ('{"a": "ye', '{"a": "yet", "b": -10', '{"a": "yes", "b": 1}', ""):
+        constraint = grammars[SCHEMA]()
+        for token in byte_tokenizer().encode(text):
+            constraint.take(token)
+        tokens, parents, states = random_tree_of(rng, constraint, 14)
+        bad = set(rng.sample(tokens[1:], 2)) if fails is not None else set()
+        brittle = GrammarConstraint(Brittle(constraint._matcher.deep_copy(), bad, fails == "panic"))
+        out = np.zeros((14, -(-BYTE_VOCAB // 32)), dtype=np.int32)
+        failures, closed = brittle.masks(tokens, parents, out), set()
+        assert brittle.error is None and set(failures.values()) <= {"index out of bounds"}
+        for node, state in enumerate(states):
+            parent = states[parents[node]]
+            has_ended = node and parent._matcher.is_stopped()
+            if parents[node] in closed or (node and state.error is not None) or has_ended:
+                closed.add(node)
+                assert (out[node] == -1).all() and node not in failures
+            elif node and tokens[node] in bad:
+                closed.add(node)
+                num_failed += 1
+                assert node in failures
+            else:
+                bits = np.unpackbits(out[node].view(np.uint8), bitorder="little")[:BYTE_VOCAB]
+                assert np.array_equal(bits > 0, (state.mask(torch.zeros(BYTE_VOCAB)) == 0).numpy())
+                num_masked += 1
+    assert num_masked > 10 and (num_failed > 0) == (fails is not None)
 
 
 ASKED = [
