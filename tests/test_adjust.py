@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -250,3 +253,35 @@ def test_a_grammar_that_leaves_only_what_other_settings_forbid_fails_at_that_nod
     assert set(step.result.failures[0].values()) == {
         "the request's other settings forbid every token that it allows here"
     }
+
+
+# Types of the kernels' arguments, and their sizes.
+COMPILED = """
+import triton
+from graft.model.kernels import adjust, topk
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def check(kernel, types, **sizes):
+    given = iter(types.split())
+    kinds = {name: "constexpr" if name in sizes else next(given) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=sizes)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+rows, state, masks = "*i32 *i32 *fp32 *fp32 *fp32", "*i32 *fp32", "*i32 *i32 i32"
+check(adjust._adjust_kernel, f"*fp32 i64 *i32 *i32 *i32 *i32 *i32 *i32 {rows} {state} {masks} i32", CHUNK=2048)
+no_draws = dict.fromkeys(("seeds", "temperatures", "positions", "to_target", "num_passes", "flag"))
+for k in (8, 32):
+    sizes = {"K": k, "KEPT": k}
+    check(topk._chunk_topk_kernel, "*fp32 i64 *i32 *fp32 *fp32 *fp32 i32 i32 *i32", CHUNK=1024, **sizes, **no_draws)
+    sizes |= {"NUM_FOUND": 128 * k, "NUM_CHUNKS": 128, "flag": None}
+    check(topk._rank_kernel, "*i32 *fp32 *fp32 *fp32 *i32 *fp32 *fp32 i32 *i32", **sizes)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    """Triton's interpreter takes what its compiler refuses: a name that has two types, for instance."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILED], env=environment, check=True)

@@ -500,7 +500,8 @@ class DeviceRounds:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without those of target and drafter; see `DeviceRound.memory`."""
-        return self._round.memory() if self._round is not None else {}
+        adjusted = {"adjustments": self._adjustments.memory()}
+        return self._round.memory() | adjusted if self._round is not None else {}
 
     def reload(self) -> None:
         """Load the restored state of the host's retrievers."""
