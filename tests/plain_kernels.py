@@ -209,8 +209,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.float()
+def highest(
+    logits: Tensor, k: int, draws: DraftDraws | None = None, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.float() if wanted is None else logits.float().masked_fill(wanted[:, None] == 0, torch.nan)
     if draws is not None:
         tokens = draws.to_target + torch.arange(logits.shape[1], device=logits.device)
         passes = 0 if draws.num_passes is None else draws.num_passes

@@ -183,19 +183,11 @@ _FAULTS = r"""
 # grammar: a row's grammar does not move on with its text
 -                    constraint.take(int(tokens[row]))
 +                    constraint.take(int(tokens[0]))
-= src/graft/engine/device_rows.py
-! test_device_rounds.py::test_rows_whose_choices_need_the_host_are_not_left_to_the_device[logit_bias]
-# rounds of the device: a bias does not keep the device from choosing
-- or s.frequency_penalty or s.logit_bias
-+ or s.frequency_penalty
-! test_device_rounds.py::test_rows_whose_choices_need_the_host_are_not_left_to_the_device[presence_penalty]
-# rounds of the device: a presence penalty does not keep the device from choosing
--s.repetition_penalty != 1 or s.presence_penalty or
-+s.repetition_penalty != 1 or
-! test_device_rounds.py::test_rows_whose_choices_need_the_host_are_not_left_to_the_device[frequency_penalty]
-# rounds of the device: a frequency penalty does not keep the device from choosing
--s.presence_penalty or s.frequency_penalty or s.logit_bias
-+s.presence_penalty or s.logit_bias
+= src/graft/model/sampler.py
+! test_adjust.py::test_logits_after_every_node_are_the_samplers_to_the_last_bit[0]
+# rounds of the device: rows with only a presence penalty are not adjusted
+-s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
++s.repetition_penalty != 1 or s.frequency_penalty
 = src/graft/model/kv_cache.py
 ! test_pages.py::test_the_block_tables_on_the_device_list_the_pages_of_a_row_that_has_grown
 # pages: the device's block table is stale when a row grows
@@ -596,6 +588,63 @@ _FAULTS = r"""
 # draws: tokens out of reach are in a bin of those within reach
 -tl.where(halvings < _HALVINGS_OF_REACH, 
 +tl.where(halvings <= _HALVINGS_OF_REACH, 
+= src/graft/model/kernels/adjust.py
+! test_adjust.py::test_presence_and_frequency_count_the_answer_and_the_nodes_own_path
+# adjustments: a node's own token is not penalized after it
+-        for _ in range(depth):
++        for _ in range(depth - 1):
+! test_adjust.py::test_logits_are_those_of_transformers_processors
+# adjustments: the bias comes after the repetition penalty
+-        x += tl.load(biases + own, mask=inside, other=0.0)
+-        penalty = tl.load(repetition + row)
+-        is_seen = (count > 0) | ((entry & _IS_IN_PROMPT) != 0)
+-        x = tl.where(is_seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
++        penalty = tl.load(repetition + row)
++        is_seen = (count > 0) | ((entry & _IS_IN_PROMPT) != 0)
++        x = tl.where(is_seen, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
++        x += tl.load(biases + own, mask=inside, other=0.0)
+# adjustments: min_tokens ends one token early
+-tl.load(lengths + row) + 1 + depth < 
++tl.load(lengths + row) + 2 + depth < 
+! test_adjust.py::test_tokens_that_a_walk_adds_are_counted_as_if_the_row_had_come_with_them
+# adjustments: what stands behind a round's new tokens is counted too
+-    is_new = (number < counts[:, None]) & (slots[:, None] >= 0)
++    is_new = (number <= counts[:, None]) & (slots[:, None] >= 0)
+= src/graft/engine/adjustments.py
+! test_adjust.py::test_grammars_leave_the_tokens_that_they_allow_after_each_node[0]
+# adjustments: nodes have each other's masks
+-range(end, end + count)
++range(end + count - 1, end - 1, -1)
+! test_row_rounds.py::test_penalties_of_preempted_and_joining_rows_count_the_whole_answer
+# adjustments: the answer so far of a preempted row is forgotten
+-np.bincount(answer, minlength
++np.bincount(answer[:0], minlength
+! test_adjust.py::test_slots_are_used_again_and_grow_in_number_without_loss
+# adjustments: when slots grow in number, what they hold is lost
+-                    own[:kept].copy_(part[:kept])
++                    own[: kept - 1].copy_(part[: kept - 1])
+= src/graft/engine/device_rounds.py
+! test_row_rounds.py::test_a_grammar_alone_in_plain_rounds
+# adjustments: masks are computed before the grammar knows the round before
+-            if trees is not None:
+-                self.flush(clock)
++            if trees is None:
++                self.flush(clock)
+= src/graft/engine/round_reports.py
+! test_row_rounds.py::test_rows_of_several_kinds_share_rounds_and_have_their_own_texts[rows]
+# logprobs: they are those of adjusted logits
+-        return logits.clone() if is_changed else logits
++        return logits
+! test_row_rounds.py::test_scores_of_walked_places_are_torchs_log_softmax[9]
+# logprobs: each token has the number of the one after its node's
+-    own = logits.gather(1, chosen[:num_tokens, None].long())
++    own = logits.gather(1, chosen[1 : num_tokens + 1, None].long())
+= src/graft/server/grammar.py
+! test_row_rounds.py::test_the_masks_of_a_tree_are_those_of_each_path_by_itself
+# grammar: a node has the mask of its sibling's child
+-                    matcher.rollback(1)
+-                    path.pop()
++                    path.pop()
 """
 
 

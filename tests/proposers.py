@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 import reference
-from graft.spec_decode.acceptance import Accepted
 from graft.bench.baselines.dense import Dense
+from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.tree.candidates import Candidates
 from graft.tree.device.buffers import Level

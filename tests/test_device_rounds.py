@@ -17,7 +17,6 @@ from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.device_rounds import DeviceRounds
-from graft.engine.device_rows import needs_host
 from graft.engine.flight import Flight
 from graft.engine.jobs import Job
 from graft.engine.memory import _WORKSPACE
@@ -75,23 +74,6 @@ def plain_ids(model, prompts, monkeypatch, **options):
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
         eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
-
-
-NEEDS_HOST = {
-    "logit_bias": {3: 1.0},
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "min_tokens": 2,
-    "logprobs": 0,
-}
-
-
-@pytest.mark.parametrize("name", NEEDS_HOST)
-def test_rows_whose_choices_need_the_host_are_not_left_to_the_device(name):
-    both = [{"temperature": 0.8}, {"temperature": 0.8, name: NEEDS_HOST[name]}]
-    sequences = [TokenSequence(PROMPT, SamplingSettings(**options), []) for options in both]
-    assert list(map(needs_host, sequences)) == [False, True]
 
 
 def test_every_padded_number_of_rows_is_the_size_of_a_step():
@@ -248,12 +230,12 @@ def test_isolated_texts_are_proposed_to_their_owner_alone(on_device, first_trees
     assert not any(kept), "clients may name any number of users"
 
 
-def test_requests_that_join_leave_and_need_the_host_have_their_own_texts(on_device, monkeypatch):
+def test_requests_that_join_and_leave_have_their_own_texts(on_device, monkeypatch):
     engine = byte_engine()
     asked = [
         ("the first, which is long", {"max_new_tokens": 14}),
         ("it ends early", {"max_new_tokens": 3, "temperature": 1.0, "seed": 3}),
-        ("it has penalties, so the host chooses", {"max_new_tokens": 8, "repetition_penalty": 1.3}),
+        ("it has penalties", {"max_new_tokens": 8, "repetition_penalty": 1.3}),
         ("it comes later", {"max_new_tokens": 6, "temperature": 0.7, "seed": 4}),
     ]
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, max_cache_tokens=4096, max_batched_tokens=64))
@@ -417,9 +399,9 @@ def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_
 def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):
     launch, capture, contexts = DeviceRounds._launch, DeviceRounds._capture, []
 
-    def watched(rounds, batch, chunks):
+    def watched(rounds, batch, chunks, clock):
         rounds.is_watched = any(chunk.row.length > 64 for chunk in chunks)
-        return launch(rounds, batch, chunks)
+        return launch(rounds, batch, chunks, clock)
 
     def captured(rounds, *given):
         contexts.extend([given[4]] if rounds.is_watched else [])

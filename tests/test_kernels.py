@@ -249,6 +249,19 @@ def test_top_k_is_ordered_and_the_first_of_equal_values_wins(vocab_size, k):
     assert torch.equal(tokens[finite], expected[0][finite])
 
 
+def test_rows_that_are_not_wanted_are_left_unwritten(monkeypatch):
+    """Memory that nobody has written is full of threes here."""
+    logits, wanted = torch.randn(4, 2500).to(DEVICE), torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda own, *size, **of: own.new_full(*_shape(size), 3, **of))
+    found = topk_kernels.highest(logits, 20, wanted=wanted)
+    for part, expected in zip(found, topk_kernels.highest(logits, 20), strict=True):
+        assert torch.equal(part[1::2], expected[1::2]) and (part[::2] == 3).all()
+
+
+def _shape(size):
+    return size if isinstance(size[0], tuple) else (size,)
+
+
 def test_sampled_rows_are_ranked_by_logits_over_temperature_and_the_noise_of_their_draws():
     """Two texts of two beams each, the second greedy. Draft ids are not target ids."""
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ def test_a_record_is_the_verified_tree_without_padding():
     sequence.is_recorded = True
     root, num_nodes, num_accepted = 42, 0, 0
     for _ in engine.rounds([sequence]):
-        record = sequence.last_round
+        [record] = sequence.take_records()
         assert record.tokens[0] == root, "the root is the last token before the round"
         assert record.sources == ["root", *["drafted"] * (len(record.tokens) - 1)]
         assert all(parent < node for node, parent in enumerate(record.parents) if node)
@@ -153,7 +153,7 @@ def test_a_round_of_graft_remembers_what_it_pruned():
     engine = Engine(tiny_model(), policy="graft", budget=4)
     sequence = engine.new_sequences([1, 2, 3, 1, 2, 3, 1, 2], SamplingSettings(max_new_tokens=24, ignore_eos=True))[0]
     sequence.is_recorded = True
-    records = [sequence.last_round for _ in engine.rounds([sequence])]
+    records = [record for _ in engine.rounds([sequence]) for record in sequence.take_records()]
     assert any(record.num_pruned for record in records)
     for record in records:
         assert record.num_verified <= 5 and all(node < record.num_verified for node in record.accepted)

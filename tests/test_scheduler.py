@@ -17,6 +17,7 @@ from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
+from graft.request.batch import Batch
 from graft.server.grammar import Grammars, GrammarSpec
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
@@ -263,7 +264,7 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
     long = Asked(scheduler, "long", **LONG)
     gate.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "select", failing(1000, OUT_OF_MEMORY, Sampler.select))
+        patch.setattr(Batch, "keep", failing(1000, OUT_OF_MEMORY, Batch.keep))
         short = Asked(scheduler, "short", max_new_tokens=9)
         gate.open()
         assert short.wait() == expected

@@ -73,8 +73,9 @@ class Stream(Iterator[str]):
         text = self._sequence.text
         assert text is not None
         for _ in self._rounds:
-            if self._watch is not None and self._sequence.last_round is not None:
-                self._watch(self._sequence.last_round)
+            if self._watch is not None:
+                for record in self._sequence.take_records():
+                    self._watch(record)
             piece = text.take(final=self._sequence.finish_reason is not None)
             if piece:
                 return piece

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from graft.engine import device_learning
-from graft.engine.device_rows import Choice, ReadChunk, draws_of, needs_host
+from graft.engine.device_rows import Choice, ReadChunk, draws_of, load_chunks
 from graft.engine.direct_rounds import DirectRounds
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark, seconds_between
+from graft.engine.round_reports import RoundReports
 from graft.engine.staging import Staging
 from graft.model import Chunk, Row, TargetRunner, VerifyOutput
 from graft.model.captures import (
@@ -37,10 +37,10 @@ from graft.model.captures import (
     padded,
     pinned_zeros,
 )
+from graft.model.grammar import advance
 from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws, share_powers
-from graft.model.sampler import Sampler
-from graft.model.step import FlatStep, Part
+from graft.model.sampler import Sampler, is_adjusted
 from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
@@ -105,7 +105,13 @@ class DeviceRounds:
         self._ended: Any = None  # the mark at the end of the previous round
         self._round_number = 0
         self.failure: str | None = None  # why rounds cannot be captured; None: they can
-        self._staging = Staging(target.device)
+        self.staging = Staging(target.device)
+        self.reports = RoundReports(target.device, self.staging)
+        self._adjustments: Any = None  # of captured rounds
+        if target.is_captured:
+            from graft.engine.adjustments import Adjustments  # needs Triton
+
+            self._adjustments = Adjustments(target.device, target.vocab_size, self.staging)
         self._direct = DirectRounds(self, new_sampler)
 
     @property
@@ -131,7 +137,7 @@ class DeviceRounds:
             hasattr(self.drafter, "run_passes") and self.drafter.is_captured(batch.draft)
         ):
             return False
-        return not any(row.offset for row in batch.cache.rows) and not any(map(needs_host, batch.sequences))
+        return not any(row.offset for row in batch.cache.rows)
 
     # A round
 
@@ -150,7 +156,7 @@ class DeviceRounds:
         if any(sequence.finish_reason is None for sequence in batch.sequences):
             if is_captured:
                 try:
-                    flight, read = self._launch(batch, chunks)
+                    flight, read = self._launch(batch, chunks, clock)
                 except RoundError:
                     self.flush(clock)
                     is_captured = False
@@ -166,10 +172,14 @@ class DeviceRounds:
 
     def _run_direct(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
         try:
-            return self._direct.run(batch, chunks)
+            done = self._direct.run(batch, chunks)
         except BaseException:
             self._known.difference_update(batch.cache.rows)  # their texts here may be ahead of the host's
             raise
+        if self._adjustments is not None:  # it has not counted the new tokens
+            rows = zip(batch.sequences, batch.cache.rows, strict=True)
+            self._known.difference_update(row for sequence, row in rows if is_adjusted(sequence.settings))
+        return done
 
     def flush(self, clock: Clock) -> None:
         """Take the results of the round in flight, if there is one."""
@@ -223,7 +233,8 @@ class DeviceRounds:
                 self._propose(round, buffers, shape, self.contexts[0], 0, False)
                 for length in lengths:
                     target.captured_step(buffers, tables, shape.tokens, length)
-            device_learning.warm_up(round, self._staging)
+            device_learning.warm_up(round, self.staging)
+            self._adjustments.warm_up(buffers)
 
     # Launching
 
@@ -257,7 +268,7 @@ class DeviceRounds:
     def _must_move(self) -> bool:
         return self._round is not None and self._pool_state != _state_of(self.target.pool)
 
-    def _launch(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+    def _launch(self, batch: Batch, chunks: Sequence[Chunk], clock: Clock) -> tuple[Flight, list[VerifyOutput]]:
         if self.failure is not None:
             raise RoundError(self.failure)
         target, rows = self.target, batch.cache.rows
@@ -271,12 +282,12 @@ class DeviceRounds:
         longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
         if self._flight is not None and self._must_move():
             # The pool has grown, so the texts on the device must move: take the round in flight first.
-            self.flush(Clock())
+            self.flush(clock)
         setups = num_setups_of(target, self.drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
             round = self.ready(batch)
             draft = self.drafter.prepare_pool(target.pool) if self.drafter is not None else 0
-            choice = max(Choice.of(sequence.settings) for sequence in batch.sequences)
+            choice = max(Choice.of(own.settings, own.constraint is not None) for own in batch.sequences)
             learns = self.learns(batch.sequences)
             context = context_for(longest, self.contexts)
             kind = (choice, learns, plan.max_passes, draft)
@@ -290,16 +301,23 @@ class DeviceRounds:
             self.load(round, batch.sequences, rows, draws, shape, plan)
             marks[0].record()
             propose()
-            reading = self.load_chunks(buffers, shape.tokens, shape.rows, chunks)
-            read = buffers.outputs_of(reading)
+            size = target.size_for(shape.tokens + num_prefill)
+            read = buffers.outputs_of(load_chunks(buffers, self.staging, shape.tokens, shape.rows, size, chunks))
             marks[1].record()
             step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
             if step is None:
                 raise self._give_up("its steps cannot be captured")
+            trees = self._adjustments.fetch_trees(batch.sequences, buffers, shape)
             step()
             marks[2].record()
+            if trees is not None:
+                self.flush(clock)  # while the step runs, so that grammars know all tokens before it
+            logits = self.reports.logits_of(batch.sequences, buffers, shape)
+            adjusted = self._adjustments.apply(batch.sequences, rows, buffers, shape, trees)
             finish()
             marks[3].record()
+            self._adjustments.count(round, shape, adjusted)
+            report = self.reports.make(batch.sequences, round, shape, logits)
             here, done = next(self._results)
             here.copy_(round.results, non_blocking=True)
             done.record()
@@ -309,7 +327,8 @@ class DeviceRounds:
         draft_rows = list(batch.draft.rows) if self.drafter is not None else [None] * num_rows
         is_usual = setups == num_setups_of(target, self.drafter)
         of_rows = (list(batch.sequences), list(rows), draft_rows)
-        return Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual), read
+        flight = Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual, adjusted, report)
+        return flight, read
 
     def _give_up(self, reason: str) -> RoundError:
         """Let the host run all rounds from now on, with one warning. Returns the error to raise."""
@@ -353,6 +372,8 @@ class DeviceRounds:
         round = self._round_for(self.target.pool)
         for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
             if row not in self._known:
+                if self._adjustments is not None:
+                    self._adjustments.add_row(row, sequence)
                 self._send_text(round, row, sequence.ids)
         return round
 
@@ -422,7 +443,7 @@ class DeviceRounds:
     def _send_text(self, round: DeviceRound, row: Row, ids: Sequence[int]) -> None:
         """Send a row's text to the device."""
         texts, at = round.texts, row.block_table_row
-        there = self._staging.send([*ids])
+        there = self.staging.send([*ids])
         texts.own[at, : len(ids)].copy_(there)
         texts.lengths[at : at + 1].fill_(len(ids))
         self._known.add(row)
@@ -532,29 +553,6 @@ class DeviceRounds:
 
     # Prompt chunks in the same step
 
-    def load_chunks(
-        self, inputs: Any, first: int, num_rows: int, chunks: Sequence[Chunk], is_padded: bool = True
-    ) -> list[Part]:
-        """Add prompt chunks after the trees' `first` tokens. Their rows follow the padding row.
-
-        Returns where they are in the step. is_padded: fill the step up to its padded size.
-        """
-        if not chunks:
-            return []
-        step = FlatStep([], None, chunks)
-        row, count = num_rows + 1, step.num_tokens
-        size = self.target.size_for(first + count) if is_padded else first + count
-        columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
-        columns[:, :count] = step.columns[:, :count]
-        columns[4, :count] += row
-        columns[4, count:] = num_rows
-        by_row = step.by_row[:, : len(chunks)].copy()
-        by_row[0] += first
-        numbers = self._staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
-        inputs.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
-        inputs.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
-        return [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]
-
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
         """Let the drafter and the tables learn from the prompt chunks of the last step."""
         if self.drafter is not None:
@@ -566,17 +564,18 @@ class DeviceRounds:
         with self.target.launching(1):
             # While a round is in flight and the pool grows, tables skip this chunk.
             if self._sources.tables is not None and (self._flight is None or not self._must_move()):
-                device_learning.learn_prompts(self._round_for(self.target.pool), chunks, self._staging)
+                device_learning.learn_prompts(self._round_for(self.target.pool), chunks, self.staging)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without those of target and drafter; see `DeviceRound.memory`."""
-        return self._round.memory() if self._round is not None else {}
+        adjusted = {"adjustments": self._adjustments.memory()} if self._adjustments is not None else {}
+        return self._round.memory() | adjusted if self._round is not None else {}
 
     def finish_text(self, sequence: TokenSequence) -> None:
         """Add a finished text to those that rows may copy from."""
         is_alone = self.policy.isolated and sequence.owner is None
         if self._sources.copies is not None and self.policy.memory is not None and not is_alone:
-            self.policy.memory.past.add(sequence.ids, self._owner_of(sequence), self._staging.send)
+            self.policy.memory.past.add(sequence.ids, self._owner_of(sequence), self.staging.send)
 
     def _owner_of(self, sequence: TokenSequence) -> int:
         """The owner whose finished texts the row copies; 0: texts without an owner."""
@@ -594,7 +593,8 @@ class DeviceRounds:
             own[: max(count - 1, 0)] for own, count in zip(found["places"][:num_rows].tolist(), counts, strict=True)
         ]
         num_passes = int(found["made"].sum()) if not shape.is_plain else 0
-        tree, drawn = flight.tree(), flight.drawn
+        tree = flight.tree()
+        considered, logprobs = flight.considered(tree), flight.logprobs()
         names, common = self.policy.sources, self.policy.common_sources
         by_row = [*zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)]
         is_over = [not row.is_open or sequence.finish_reason is not None for sequence, row, *_ in by_row]
@@ -609,10 +609,11 @@ class DeviceRounds:
             if is_over[number]:
                 continue
             sequence.stats.draft_passes += num_passes if sequence.speculates else 0
-            considered = drawn if sequence.speculates and sequence.constraint is None else None
-            knew_noise = flight.knew_noise is not None and flight.knew_noise[number]
-            seen = TreeRow(tree, flight.verified, number, names, considered, common, knew_noise)
+            knew_noise = flight.kinds[number] > 0
             try:
+                if sequence.constraint is not None and flight.adjusted is not None:
+                    advance(sequence.constraint, new, [0, *accepted], flight.adjusted.failures.get(number, {}))
+                seen = TreeRow(tree, flight.verified, number, names, considered, common, knew_noise, logprobs)
                 sequence.extend(new, accepted, seen)
             except Exception as error:  # ends only that sequence
                 sequence.failure = error

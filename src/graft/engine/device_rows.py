@@ -1,26 +1,22 @@
-"""Rows as device rounds see them: whether a row needs the host, how its tokens are chosen, and its prompt chunks."""
+"""Rows as device rounds see them: how their tokens are chosen, what is known of their draws, their prompt chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from graft.model import VerifyOutput
+import numpy as np
+
+from graft.engine.staging import Staging
+from graft.model import Chunk, VerifyOutput
 from graft.model.noise import RowDraws, draft_temperature
-from graft.model.sampler import SamplingSettings, truncates
-from graft.request.sequence import Sequence
+from graft.model.sampler import SamplingSettings, is_adjusted, truncates
+from graft.model.step import FlatStep, Part
+from graft.request.sequence import Sequence as TokenSequence
 
 
-def needs_host(sequence: Sequence) -> bool:
-    """Whether the host must help to choose the row's tokens, or must see each of its rounds."""
-    s: SamplingSettings = sequence.settings
-    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-    is_watched = s.logprobs is not None or sequence.is_recorded
-    return bool(penalties or s.min_tokens or is_watched or sequence.constraint is not None)
-
-
-def draws_of(sequences: Iterable[Sequence], are_known: bool) -> list[RowDraws]:
+def draws_of(sequences: Iterable[TokenSequence], are_known: bool) -> list[RowDraws]:
     """By row, what trees know of its coming draws. Positions are left at 0, since the device knows them."""
     all_settings = (sequence.settings for sequence in sequences)
     return [
@@ -32,14 +28,14 @@ def draws_of(sequences: Iterable[Sequence], are_known: bool) -> list[RowDraws]:
 class Choice(IntEnum):
     """How the tokens of a round are chosen. The highest value that a row needs is used for all rows."""
 
-    GREEDY = 0
+    GREEDY = 0  # as the step left them: the likeliest by its own logits
     SAMPLED = 1
     TRUNCATED = 2
 
     @classmethod
-    def of(cls, settings: SamplingSettings) -> Choice:
+    def of(cls, settings: SamplingSettings, has_grammar: bool = False) -> Choice:
         if settings.temperature == 0:
-            return cls.GREEDY
+            return cls.SAMPLED if has_grammar or is_adjusted(settings) else cls.GREEDY
         return cls.TRUNCATED if truncates(settings) else cls.SAMPLED
 
 
@@ -52,3 +48,26 @@ class ReadChunk(NamedTuple):
     salt: int  # of the table entries to write
     draft: Any  # the drafter's state, if there is a drafter; `row` is the row in it
     row: int
+
+
+def load_chunks(
+    inputs: Any, staging: Staging, first: int, num_rows: int, size: int, chunks: Sequence[Chunk]
+) -> list[Part]:
+    """Add prompt chunks to a step of `size` tokens, after the trees' `first`. Their rows follow the padding row.
+
+    Returns where they are in the step. num_rows: of the trees, with padding.
+    """
+    if not chunks:
+        return []
+    step = FlatStep([], None, chunks)
+    row, count = num_rows + 1, step.num_tokens
+    columns = np.zeros((len(step.columns), size - first), dtype=np.int32)
+    columns[:, :count] = step.columns[:, :count]
+    columns[4, :count] += row
+    columns[4, count:] = num_rows
+    by_row = step.by_row[:, : len(chunks)].copy()
+    by_row[0] += first
+    numbers = staging.send(np.concatenate([columns.ravel(), by_row.ravel()]))
+    inputs.columns[:, first:size].copy_(numbers[: columns.size].view(columns.shape))
+    inputs.by_row[:, row : row + len(chunks)].copy_(numbers[columns.size :].view(by_row.shape))
+    return [Part(part.tokens, part.index + first, part.counts) for part in step.chunks]

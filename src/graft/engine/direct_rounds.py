@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from graft.engine.choosers import Choosers
-from graft.engine.device_rows import needs_host
-from graft.engine.flight import Flight, drawn_tree
+from graft.engine.device_rows import Choice, load_chunks
+from graft.engine.flight import Flight
 from graft.engine.marks import new_mark
+from graft.engine.round_reports import SHOWN, Report
 from graft.model import Chunk, Row, VerifyOutput
 from graft.model.captures import Event
 from graft.model.noise import NOT_SAMPLED, ComingDraws, RowDraws
@@ -74,7 +75,8 @@ class DirectRounds:
             round.propose(shape, inputs.columns, inputs.by_row, longest, draft, choose_total=choose)
             starts, sizes = (part[:num_rows].tolist() for part in inputs.by_row[:2].cpu())
             size = shape.tokens if is_padded else sum(sizes)
-            reading = rounds.load_chunks(inputs, size, padded_rows, chunks, is_padded)
+            whole = target.size_for(size + num_prefill) if is_padded else size + num_prefill
+            reading = load_chunks(inputs, rounds.staging, size, padded_rows, whole, chunks)
             marks[1].record()
             padding = [Row(0)] * (padded_rows + 1 - num_rows) if is_padded or chunks else []
             all_rows = [*rows, *padding, *(chunk.row for chunk in chunks)]
@@ -103,9 +105,8 @@ class DirectRounds:
         of_rows = (list(batch.sequences), list(rows), [None] * num_rows, kinds)
         flight = Flight(*of_rows, shape, num_prefill, results, marks, Event(target.device), is_usual)
         flight.verified, flight.draft, flight.draft_seconds = verified, batch.draft, passes.seconds
-        flight.knew_noise = [own is not None and own.kind > 0 for own in draws.rows] if draws is not None else None
-        if any(sequence.is_recorded for sequence in batch.sequences):
-            flight.drawn = drawn_tree(round, shape, num_rows)
+        if not shape.is_plain and any(sequence.is_recorded for sequence in batch.sequences):
+            flight.report = Report(candidates=round.candidates(shape, shape.cap + SHOWN).cpu().numpy())
         return flight, [output.of(part) for part in reading]
 
     def _coming_draws(self, batch: Batch, chooser: Chooser) -> ComingDraws | None:
@@ -143,7 +144,8 @@ class _Passes:
 
 def _are_greedy(batch: Batch) -> bool:
     """Whether the likeliest token is chosen everywhere."""
-    return all(sequence.settings.temperature == 0 and not needs_host(sequence) for sequence in batch.sequences)
+    choices = (Choice.of(sequence.settings, sequence.constraint is not None) for sequence in batch.sequences)
+    return max(choices) is Choice.GREEDY
 
 
 def _walked(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ import torch
 from graft.model import Row, VerifyOutput
 from graft.model.captures import Event
 from graft.request.sequence import Sequence as TokenSequence
-from graft.tree.device.round import MAX_TOKENS, DeviceRound, RoundShape
+from graft.tree.device.round import MAX_TOKENS, RoundShape
 from graft.tree.tree import PADDING, DraftTree
 
-_SHOWN = 8  # the most pruned candidates of a row that the record of a round shows
+if TYPE_CHECKING:
+    from graft.engine.adjustments import Adjusted
+    from graft.engine.round_reports import Logprobs, Report
 
 
 @dataclass(eq=False)
@@ -32,12 +34,21 @@ class Flight:
     marks: Sequence[Any]  # events: before, proposed, verified, finished
     done: Event
     is_usual: bool  # False if a graph was captured meanwhile: then its time says nothing about other rounds
-    # Direct rounds only: what the drafter learns from, its seconds, and what records and log-probabilities need.
+    adjusted: Adjusted | None = None  # captured rounds only
+    report: Report | None = None  # what some rows want to know
+    # Direct rounds only: what log-probabilities come from and the drafter learns from, its state, and its seconds.
     verified: VerifyOutput | None = None
-    draft: Any = None  # the drafter's state
+    draft: Any = None
     draft_seconds: float = 0.0
-    drawn: DraftTree | None = None  # the trees, then pruned candidates, if a row is recorded
-    knew_noise: list[bool] | None = None  # by row
+
+    def logprobs(self) -> Logprobs | None:
+        return self.report.logprobs(self.results["num_nodes"][: len(self.rows)]) if self.report is not None else None
+
+    def considered(self, tree: DraftTree) -> DraftTree | None:
+        """The trees, then pruned candidates, for records of the round."""
+        if self.report is None:
+            return None
+        return self.report.considered(tree.tokens[:, 0].tolist(), self.results["num_nodes"][: len(self.rows)])
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""
@@ -55,30 +66,3 @@ class Flight:
             columns[column, rows, places] = values[: len(rows)]
         tokens, parents, _, sources, needs = (torch.from_numpy(part) for part in columns)
         return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, needs)
-
-
-def drawn_tree(round: DeviceRound, shape: RoundShape, num_rows: int) -> DraftTree | None:
-    """The trees of the round's first rows and, after each, its likeliest pruned candidates; None if it was plain."""
-    if shape.is_plain:
-        return None
-    pool, rows = round.pool, []
-    for row in range(num_rows):
-        paths, parents = pool.paths[row].cpu().numpy(), pool.parents[row].cpu().numpy()
-        nodes = np.argsort(-paths[1:], kind="stable") + 1
-        count = min(int(round.found["num_nodes"][row]) + _SHOWN, int((paths[1:] > 0).sum()))
-        nodes = np.concatenate([[0], nodes[:count]])
-        place = np.zeros(len(paths), dtype=np.int64)
-        place[nodes] = np.arange(len(nodes))
-        own = paths[nodes] / paths[parents[nodes]]
-        own[0] = 1.0
-        columns = (part[row].cpu().numpy()[nodes] for part in (pool.tokens, pool.sources, pool.needs))
-        rows.append((place[parents[nodes]], own, *columns))
-    width = max(len(parents) for parents, *_ in rows)
-    tree = np.zeros((4, num_rows, width), dtype=np.int64)
-    tree[2] = PADDING
-    probabilities = np.zeros((num_rows, width), dtype=np.float32)
-    for row, (parents, own, tokens, sources, needs) in enumerate(rows):
-        probabilities[row, : len(own)] = own
-        tree[:, row, : len(own)] = tokens, parents, sources, needs
-    tokens, parents, sources, needs = (torch.from_numpy(part) for part in tree)
-    return DraftTree(MAX_TOKENS, tokens, parents, torch.from_numpy(probabilities), sources, needs)

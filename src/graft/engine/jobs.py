@@ -36,7 +36,7 @@ class Update:
     text: str
     ids: list[int]
     logprobs: list[TokenLogprob]
-    round: RoundRecord | None  # None unless the sequence is recorded
+    rounds: list[RoundRecord]  # empty unless the sequence is recorded
     finish_reason: FinishReason | None
 
 
@@ -99,7 +99,7 @@ class Job:
             text=sequence.text.take(final=ended),
             ids=sequence.ids[start + told : start + count],  # without tokens after a stop string
             logprobs=sequence.logprobs[told:count],
-            round=sequence.last_round,
+            rounds=sequence.take_records(),
             finish_reason=sequence.finish_reason,
         )
         self.told[index] = count

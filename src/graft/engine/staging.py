@@ -1,4 +1,4 @@
-"""Staging: a pinned buffer for asynchronous copies of numbers to the device."""
+"""Pinned buffers for asynchronous copies of numbers to the device (`Staging`) and back (`Landing`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from graft.model.captures import Event, pinned_zeros
 
 _STAGED = 1 << 18  # int32 numbers in each half of the buffer
+_TURNS = 3  # copies to the host that are kept
 
 
 class Staging:
@@ -42,3 +43,21 @@ class Staging:
         there = torch.empty(size, dtype=torch.int32, device=self._device)
         there.copy_(here, non_blocking=True)
         return there.view(dtype)
+
+
+class Landing:
+    """Pinned memory for copies to the host, in turns: a copy stays until three later ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._here: list[Tensor] = []
+
+    def fetch(self, numbers: Tensor) -> np.ndarray:
+        """Start the copy of int32 numbers. It is there once an event after this call has happened."""
+        here = self._here.pop(0) if len(self._here) == _TURNS else None
+        if here is None or len(here) < numbers.numel():
+            here = pinned_zeros((numbers.numel(),), torch.int32, self._device)
+        self._here.append(here)
+        here = here[: numbers.numel()]
+        here.copy_(numbers.flatten(), non_blocking=True)
+        return here.numpy().reshape(numbers.shape)

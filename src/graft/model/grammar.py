@@ -1,17 +1,21 @@
 """Grammar constraints: which tokens may come next, and how trees lose the nodes that a grammar forbids.
 
-The acceptance walk asks the constraint at every node, so constrained answers also equal those of plain decoding.
+The acceptance walk asks the constraint at every node, so constrained answers also equal those of plain decoding. In a
+device round the masks of all nodes are computed before the walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graft.tree.tree import PADDING, ROOT, DraftTree
+
+NOTHING_LEFT = "the request's other settings forbid every token that it allows here"
 
 
 class Constraint(Protocol):
@@ -30,6 +34,38 @@ class Constraint(Protocol):
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, in sequence, the grammar allows next. The state does not change."""
         ...
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> dict[int, str]:
+        """Write which tokens are allowed after each node of a tree, as bits of out [N, words] int32.
+
+        Node 0 is the root, which is taken already; a node comes after its parent. After a node that is forbidden all
+        tokens are allowed, since no walk gets there. Returns the reason by node where the grammar fails. The state does
+        not change.
+        """
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Set the error."""
+        ...
+
+
+def depth_first(parents: Sequence[int]) -> Iterator[int]:
+    """The nodes of a tree, each followed by all nodes below it."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node in range(len(parents) - 1, 0, -1):
+        children[parents[node]].append(node)
+    waiting = [0]
+    while waiting:
+        waiting += children[node := waiting.pop()]
+        yield node
+
+
+def advance(constraint: Constraint, tokens: Sequence[int], nodes: Sequence[int], failures: Mapping[int, str]) -> None:
+    """Take a round's tokens, each chosen after one of these nodes. failures: those of `masks`."""
+    for token, node in zip(tokens, nodes, strict=True):
+        if node in failures:
+            constraint.fail(failures[node])
+        constraint.take(token)
 
 
 def pruned(tree: DraftTree, constraints: Sequence[Constraint | None], speculating: Sequence[bool]) -> DraftTree:

@@ -93,9 +93,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         constraints: Sequence[Constraint | None] | None = None,
-        num_prompt_tokens: Sequence[int] | None = None,
+        prompts: Sequence[int] | None = None,
     ) -> None:
-        """histories: the rows' texts. num_prompt_tokens: of each; None: all of the text is prompt."""
+        """prompts: how many tokens of each history are its prompt, and not its answer; None: all."""
         self._settings = list(settings)
         self._device = device
         self._columns: dict[str, Tensor] = {}  # [B] settings on the device, made on demand
@@ -104,8 +104,8 @@ class Sampler:
         self._ends = [(*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids) for s in settings]
         # Values that change with every token are plain numbers on the host.
         self.positions = [len(h) for h in histories]  # of the token to choose
-        num_prompt = num_prompt_tokens if num_prompt_tokens is not None else self.positions
-        self._generated = [length - own for length, own in zip(self.positions, num_prompt, strict=True)]
+        prompts = prompts or list(map(len, histories))
+        self._generated = [len(h) - prompt for h, prompt in zip(histories, prompts, strict=True)]
 
         shape = (len(settings), vocab_size)
         self._seen: Tensor | None = None  # [B, V] bool, in prompt or answer
@@ -118,9 +118,9 @@ class Sampler:
                 self._seen[row, torch.tensor(history, device=device)] = True
         if any(s.presence_penalty or s.frequency_penalty for s in settings):
             self._counts = torch.zeros(shape, device=device)
-            for row, (history, own) in enumerate(zip(histories, num_prompt, strict=True)):
-                answer = torch.tensor(history[own:], dtype=torch.int64, device=device)
-                self._counts[row].index_add_(0, answer, torch.ones(len(answer), device=device))
+            for row, (history, prompt) in enumerate(zip(histories, prompts, strict=True)):
+                answer = torch.tensor(history[prompt:], dtype=torch.int64, device=device)
+                self._counts[row] = answer.bincount(minlength=vocab_size)
         if any(s.logit_bias for s in settings):
             self._bias = torch.zeros(shape, device=device)
             for row, s in enumerate(settings):
@@ -239,3 +239,9 @@ class Sampler:
 
 def truncates(s: SamplingSettings) -> bool:
     return bool(s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p))
+
+
+def is_adjusted(s: SamplingSettings) -> bool:
+    """Whether the row's logits depend on its text so far, or on a bias."""
+    has_penalty = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    return bool(has_penalty or s.logit_bias or s.min_tokens)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -59,12 +59,12 @@ class Sequence:
         self.text = TextStream(tokenizer, prompt, settings.stop, kept) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # the grammar of its text, such as a JSON schema's
         self.speculates = True  # whether its rounds may have trees
-        self.is_recorded = False  # whether `last_round` is kept
-        self.shows_all = False  # whether `last_round` includes rejected nodes that may be other users' text
-        self.last_round: RoundRecord | None = None
+        self.is_recorded = False  # whether its rounds are recorded
+        self.shows_all = False  # whether records include rejected nodes that may be other users' text
+        self._records: list[RoundRecord] = []  # of rounds that were not taken yet
         self._unsettled: list[_Unsettled] = []
         self._is_stopped = False  # by a stop string; the last counted token completes it
-        self._endings = frozenset(settings.stop_token_ids) | (
+        self.endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
         self._most_ids = len(prompt) + settings.most_new_tokens
@@ -141,6 +141,11 @@ class Sequence:
             round = self._unsettled.pop(0)
             self._count(round, self._read(round.tokens))
 
+    def take_records(self) -> list[RoundRecord]:
+        """The records of its rounds since the last call."""
+        records, self._records = self._records, []
+        return records
+
     def conclude(self) -> None:
         """Settle between two rounds, where an answer may end, and drop tokens after a stop string."""
         self.settle()
@@ -175,7 +180,7 @@ class Sequence:
             stats.accepted_by_depth[depth] += 1
             stats.accepted_by_source[row.source(node)] += 1
         if self.is_recorded:
-            self.last_round = row.record(accepted, round.tokens[:num_new], self.shows_all)
+            self._records.append(row.record(accepted, round.tokens[:num_new], self.shows_all))
 
     def _drop_after_stop(self) -> None:
         del self.ids[self.num_prompt_tokens + self.stats.tokens :]
@@ -184,11 +189,11 @@ class Sequence:
 
     def _may_end_with(self, tokens: SequenceOf[int]) -> bool:
         """Whether one of these tokens may end the answer."""
-        return len(self.ids) + len(tokens) >= self._most_ids or not self._endings.isdisjoint(tokens)
+        return len(self.ids) + len(tokens) >= self._most_ids or not self.endings.isdisjoint(tokens)
 
     def _ending(self, token: int) -> FinishReason | None:
         """Why the answer ends with this last token; None if it does not end."""
-        if self.num_new >= self.settings.min_tokens and token in self._endings:
+        if self.num_new >= self.settings.min_tokens and token in self.endings:
             return "stop"
         return "length" if self.num_remaining == 0 else None
 
@@ -199,6 +204,14 @@ class _Unsettled(NamedTuple):
     tokens: SequenceOf[int]
     nodes: SequenceOf[int]
     row: TreeRow
+
+
+class Scores(Protocol):
+    """Log-probabilities of a round's tokens that the host does not compute itself."""
+
+    def logprob(self, row: int, node: int, token: int, num_alternatives: int) -> TokenLogprob:
+        """That of a token chosen after a node of a row's tree."""
+        ...
 
 
 class TreeRow:
@@ -213,13 +226,14 @@ class TreeRow:
         considered: DraftTree | None = None,
         common_sources: Container[str] = (),
         knew_noise: bool = False,
+        scores: Scores | None = None,
     ) -> None:
-        """verified: needed only for log-probabilities. considered: the tree, then pruned candidates.
+        """verified, or else scores: needed only for log-probabilities. considered: the tree, then pruned candidates.
 
         common_sources: see `Policy`. knew_noise: see `RoundRecord`.
         """
         self._tree, self._considered, self._row = tree, considered or tree, row
-        self._verified = verified
+        self._verified, self._scores = verified, scores
         self._names, self._common_sources = source_names, common_sources
         self._knew_noise = knew_noise
 
@@ -263,6 +277,8 @@ class TreeRow:
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
+        if self._scores is not None:
+            return self._scores.logprob(self._row, node, token, num_alternatives)
         assert self._verified is not None
         place = int(self._verified.index[self._row, node])
         logprobs = torch.log_softmax(self._verified.logits[place], dim=0)

@@ -343,9 +343,9 @@ class Answer:
         self.reason = update.finish_reason
         if self.calls and (self.reason == "stop" or (self.reason == "length" and self._is_whole_call)):
             self.reason = "tool_calls"
-        if self._spelling is None or update.round is None:
+        if self._spelling is None:
             return pieces, []
-        new = [_round_as_json(update.round, self._tokenizer, self._spelling)]
+        new = [_round_as_json(record, self._tokenizer, self._spelling) for record in update.rounds]
         self.rounds += new
         return pieces, new
 

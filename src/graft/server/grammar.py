@@ -24,6 +24,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.model.grammar import NOTHING_LEFT, depth_first
 
 # One space where people put one, and none elsewhere: otherwise an unsure model could write spaces for ever.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -148,7 +149,7 @@ class GrammarConstraint:
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(scores)].astype(bool))
         masked = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if not bool(masked.isfinite().any()):
-            self._fail("the request's other settings forbid every token that it allows here")
+            self.fail(NOTHING_LEFT)
             return scores
         return masked
 
@@ -164,12 +165,47 @@ class GrammarConstraint:
             return 0
         return self._ask(lambda: int(self._matcher.validate_tokens(list(tokens)))) or 0
 
+    def masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> dict[int, str]:
+        out[:] = -1
+        failures: dict[int, str] = {}
+        if self._ended or self.error is not None:
+            return failures
+        matcher, path = None, list[int]()  # a copy of the state after these nodes' tokens; None: to be made
+        closed = set[int]()  # nodes that no walk reaches, or after which the answer has ended
+        for node in depth_first(parents):
+            if node and parents[node] in closed:
+                closed.add(node)
+                continue
+            try:
+                if matcher is None:
+                    matcher = self._matcher.deep_copy()
+                    matcher.consume_tokens([tokens[taken] for taken in path])
+                while path and path[-1] != parents[node]:
+                    matcher.rollback(1)
+                    path.pop()
+                if node:
+                    if matcher.is_stopped() or not matcher.try_consume_tokens([tokens[node]]):
+                        closed.add(node)
+                        continue
+                    path.append(node)
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                error = str(matcher.get_error()) if matcher.is_error() else None
+            except BaseException as panic:  # as in `_ask`
+                error = str(panic)
+            if error is None:
+                out[node] = bits[: out[node].nbytes].view(out.dtype)
+            else:  # the copy cannot be used any more
+                failures[node], matcher = _reason(error), None
+                closed.add(node)
+                path = [taken for taken in path if taken != node]
+        return failures
+
     def _has_failed(self) -> bool:
         if self.error is None and self._ask(lambda: self._matcher.is_error()):
-            self._fail(_reason(str(self._ask(lambda: self._matcher.get_error()))))
+            self.fail(_reason(str(self._ask(lambda: self._matcher.get_error()))))
         return self.error is not None
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.error = f"{self._param} cannot be followed: {reason}"
 
     def _ask(self, question: Callable[[], T]) -> T | None:
@@ -177,7 +213,7 @@ class GrammarConstraint:
         try:
             return question()
         except BaseException as error:
-            self._fail(_reason(str(error)))
+            self.fail(_reason(str(error)))
             return None
 
 

@@ -20,11 +20,14 @@ _CHUNK = 1024  # logits that one warp ranks without synchronization
 _FEW = tl.constexpr(16)  # up to this k, the highest are taken one by one; above, sorting is faster
 
 
-def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def highest(
+    logits: Tensor, k: int, draws: DraftDraws | None = None, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32, and the logsumexp [R].
 
     V must be at least k. draws: of S texts, where R is a multiple of S. With them, sampled texts are ranked by
     logits / T + noise. The kernel computes the noise itself, which would take as much memory as the logits if stored.
+    wanted: [R] int32 0 for rows whose results are left unwritten.
     """
     num_rows, vocab_size = logits.shape
     num_chunks, kept = triton.cdiv(vocab_size, _CHUNK), triton.next_power_of_2(k)
@@ -40,6 +43,7 @@ def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Te
         vocab_size,
         *(draws or (None,) * len(DraftDraws._fields)),
         num_rows // len(draws.seeds) if draws is not None else 1,
+        wanted,
         K=k,
         KEPT=kept,
         CHUNK=_CHUNK,
@@ -51,6 +55,7 @@ def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Te
         *(found, values, *sums),
         *(tokens, best, total),
         num_chunks,
+        wanted,
         K=k,
         KEPT=kept,
         NUM_FOUND=num_found,
@@ -59,6 +64,14 @@ def highest(logits: Tensor, k: int, draws: DraftDraws | None = None) -> tuple[Te
         **gate.options(),
     )
     return tokens, best, total
+
+
+@triton.jit
+def _is_skipped(wanted: tl.tensor | None, row: tl.tensor) -> tl.tensor | tl.constexpr:
+    if wanted is None:
+        return False
+    else:
+        return tl.load(wanted + row) == 0
 
 
 @triton.jit
@@ -104,6 +117,7 @@ def _chunk_topk_kernel(
     to_target: tl.tensor | None,
     num_passes: tl.tensor | None,
     group: int,
+    wanted: tl.tensor | None,
     K: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -113,6 +127,8 @@ def _chunk_topk_kernel(
     if is_shut(flag):
         return
     row, chunk = tl.program_id(0), tl.program_id(1)
+    if _is_skipped(wanted, row):
+        return
     place = row * tl.num_programs(1) + chunk
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
@@ -142,6 +158,7 @@ def _rank_kernel(
     best: tl.tensor,
     total: tl.tensor,
     num_chunks: int,
+    wanted: tl.tensor | None,
     K: tl.constexpr,
     KEPT: tl.constexpr,
     NUM_FOUND: tl.constexpr,
@@ -152,6 +169,8 @@ def _rank_kernel(
     if is_shut(flag):
         return
     row = tl.program_id(0)
+    if _is_skipped(wanted, row):
+        return
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K
     first = row * num_chunks * K

@@ -389,6 +389,24 @@ class DeviceRound:
             of_step = (tokens, parents, places, rows, starts, before, salts, successors, logits)
             self.kernels.learn(self.tables, *of_step, num_rows, is_text)
 
+    def walked(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor]:
+        """By row, the step's tokens that the walk reached, the tokens chosen after them, and how many they are."""
+        rows = shape.rows
+        return self._nodes[:rows], self.found["tokens"][:rows], self.found["counts"][:rows]
+
+    def candidates(self, shape: RoundShape, most: int) -> Tensor:
+        """[5, rows, most] int32 the likeliest nodes of each row, best first, whether or not they are verified.
+
+        Places in the pool, tokens, parents' places, sources, and the bits of path probabilities, which are 0 after the
+        last. They are those of the last `propose`.
+        """
+        pool, rows = self.pool, shape.rows
+        width = shape.pool(self._levels(rows)).width
+        paths, order = pool.paths[:rows, 1:width].sort(dim=1, descending=True, stable=True)
+        nodes = 1 + order[:, :most]
+        parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
+        return torch.stack([nodes.int(), *parts, paths[:, :most].contiguous().view(torch.int32)])
+
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""
         rows = shape.rows
