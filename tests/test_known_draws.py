@@ -134,7 +134,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     drafter = make_drafter(name, model)
     engine = Engine(model, drafter=drafter, budget=12)
     batch = open_batch(engine, SamplingSettings(temperature=0.8, seed=21, max_new_tokens=20))
-    draws = batch.chooser.coming_draws()
+    draws = engine.new_sampler(batch.sequences).coming_draws()
     known, unknown = (next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None))
     noise, sharpness = plain_noise(21, len(PROMPT), range(VOCAB)), getattr(drafter, "sharpness", 1.0)
     q = np.zeros(VOCAB)
@@ -165,7 +165,9 @@ def test_block_slots_take_the_noise_of_their_own_positions():
     drafter = BlockDrafter(head)
     engine = Engine(model, drafter=drafter, budget=12)
     batch = open_batch(engine, SamplingSettings(temperature=1.0, seed=8, max_new_tokens=20))
-    levels = next(iter(drafter.passes(batch.draft, batch.roots(), draws=batch.chooser.coming_draws())))
+    levels = next(
+        iter(drafter.passes(batch.draft, batch.roots(), draws=engine.new_sampler(batch.sequences).coming_draws()))
+    )
     for depth, level in enumerate(islice(levels, 3)):
         best = plain_noise(8, len(PROMPT) + depth, range(VOCAB)).argmax()
         assert level.tokens[0, level.path_probabilities[0].argmax()] == best

@@ -8,40 +8,20 @@ ended. Where there are no graphs, `direct_rounds` runs the same rounds, and thei
 
 from __future__ import annotations
 
-import itertools
 import logging
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from graft.engine import device_learning
-from graft.engine.device_rows import Choice, ReadChunk, draws_of, load_chunks
+from graft.engine.device_rows import Choice, ReadChunk
 from graft.engine.direct_rounds import DirectRounds
 from graft.engine.flight import Flight
-from graft.engine.marks import new_mark, seconds_between
-from graft.engine.round_reports import RoundReports
+from graft.engine.marks import seconds_between
+from graft.engine.round_memory import MAX_ROWS, RoundMemory
 from graft.engine.staging import Staging
 from graft.model import Chunk, Row, TargetRunner, VerifyOutput
-from graft.model.captures import (
-    ROWS,
-    Event,
-    Run,
-    context_for,
-    first_line,
-    is_out_of_memory,
-    padded,
-    pinned_zeros,
-)
 from graft.model.grammar import advance
-from graft.model.kv_cache import PAGE, PagePool
-from graft.model.noise import NUM_KINDS, RowDraws, share_powers
 from graft.model.sampler import Sampler, is_adjusted
-from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
@@ -49,31 +29,22 @@ from graft.request.stats import Clock
 from graft.spec_decode.controller import Controller, Outcome, Plan
 from graft.spec_decode.host_controller import HostController
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.proposers.drafter import PassesOnDevice, num_setups_of
-from graft.tree.device.buffers import NUM_BUCKETS, Ranked, barred_numbers
-from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
+from graft.tree.device.buffers import Ranked
+from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape
 from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
-    from graft.model.cuda_graphs import StepBuffers
+    from graft.engine.captured_rounds import CapturedRounds
 
 _log = logging.getLogger(__name__)
 
 _LEAST_TREE = 8  # tokens of the smallest step with a tree
-_ROUND_IDS = itertools.count(1)  # one for each `DeviceRound`, to find the graphs captured over its memory
-_RING = 3  # number of host buffers for inputs, and for results, used in turns
-
-
-class RoundError(RuntimeError):
-    """Device rounds cannot be captured."""
 
 
 class DeviceRounds:
     """The rounds of one engine."""
 
-    max_new_tokens = MAX_TOKENS  # of a row in a round
-    max_rows = MAX_TREE_TOKENS  # decoded together
-    contexts: tuple[int, ...] = (8192, 32768, 131072)  # few graphs suffice: a longer context costs a round little
+    max_rows = MAX_ROWS  # decoded together
 
     def __init__(
         self,
@@ -87,36 +58,26 @@ class DeviceRounds:
         self._controller = policy.controller(target.size_for)
         self._host_controller = HostController(self._controller) if self._controller is not None else None
         calibration = self._calibration = self._controller.calibration if self._controller is not None else None
-        num_buckets = calibration.acceptance_probs.shape[2] if calibration is not None else 1
-        numbers = {name: number for number, name in enumerate(policy.sources)}
-        self._sources = Sources(
-            num_sources=len(numbers),
-            num_buckets=num_buckets,
-            num_kinds=NUM_KINDS,
-            drafted=numbers.get("drafted"),
-            copies=numbers.get("suffix"),
-            tables=numbers.get("trigram"),
-            is_calibrated=calibration is not None,
-        )
-        self._round: DeviceRound | None = None
-        self._pool_state: tuple[int, ...] = ()  # the pool's `_state_of` when `_round` was made
-        self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
-        self._flight: Flight | None = None
-        self._ended: Any = None  # the mark at the end of the previous round
-        self._round_number = 0
-        self.failure: str | None = None  # why rounds cannot be captured; None: they can
         self.staging = Staging(target.device)
-        self.reports = RoundReports(target.device, self.staging)
-        self._adjustments: Any = None  # of captured rounds
+        adjustments: Any = None
         if target.is_captured:
             from graft.engine.adjustments import Adjustments  # needs Triton
 
-            self._adjustments = Adjustments(target.device, target.vocab_size, self.staging)
+            adjustments = Adjustments(target.device, target.vocab_size, self.staging)
+        fixed = self._controller.fixed if self._controller is not None else None
+        self.memory = RoundMemory(target, policy, calibration, fixed, self.staging, adjustments)
         self._direct = DirectRounds(self, new_sampler)
+        self.captured: CapturedRounds | None = None
+        if target.is_captured:
+            from graft.engine.captured_rounds import CapturedRounds
+
+            self.captured = CapturedRounds(self, adjustments)
+        self._flight: Flight | None = None
+        self._ended: Any = None  # the mark at the end of the previous round
 
     @property
-    def controller(self) -> Controller | None:
-        """The planner; None: rounds are plain."""
+    def planner(self) -> Controller | None:
+        """What plans the rounds; None: they are plain."""
         return self._controller if self.target.is_captured else self._host_controller
 
     @property
@@ -129,15 +90,15 @@ class DeviceRounds:
         """The most tokens of a row that the host may not know of."""
         return MAX_TOKENS if self.target.is_captured else 0
 
-    def _is_captured(self, batch: Batch) -> bool:
-        """Whether the batch's round can be launched as CUDA graphs."""
-        if self.failure is not None or not self.target.is_captured or batch.chooser is not None:
-            return False
-        if self.drafter is not None and not (
-            hasattr(self.drafter, "run_passes") and self.drafter.is_captured(batch.draft)
-        ):
-            return False
-        return not any(row.offset for row in batch.cache.rows)
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a launched round's results have not been taken yet."""
+        return self._flight is not None
+
+    def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
+        """Do one-time work for up to `max_rows` rows. choices, longest: see `CapturedRounds.warm_up`."""
+        if self.captured is not None and self.target.is_captured:
+            self.captured.warm_up(max_rows, choices, longest)
 
     # A round
 
@@ -148,37 +109,36 @@ class DeviceRounds:
 
         Returns None if all answers have ended, so that nothing was launched.
         """
-        is_captured = self._is_captured(batch)
-        if self._flight is not None and (not is_captured or self._is_last(batch) or self._must_move()):
+        captured = self.captured if self.captured is not None and self.captured.can_run(batch) else None
+        if self._flight is not None and (captured is None or self._is_last(batch) or self.memory.must_move):
             self.flush(clock)
         flight: Flight | None = None
         read: list[VerifyOutput] | None = None
         if any(sequence.finish_reason is None for sequence in batch.sequences):
-            if is_captured:
-                try:
-                    flight, read = self._launch(batch, chunks, clock)
-                except RoundError:
-                    self.flush(clock)
-                    is_captured = False
-            if flight is None:
+            if captured is not None:
+                flight, read = captured.launch(batch, chunks, clock)
+            if flight is None:  # not captured, or that has just failed
+                self.flush(clock)
+                captured = None
                 flight, read = self._run_direct(batch, chunks)
         batch.settle()
         meanwhile()
         self.flush(clock)
         self._flight = flight
-        if not is_captured:
+        if captured is None:
             self.flush(clock)
         return read
 
     def _run_direct(self, batch: Batch, chunks: Sequence[Chunk]) -> tuple[Flight, list[VerifyOutput]]:
+        rows = batch.cache.rows
         try:
             done = self._direct.run(batch, chunks)
         except BaseException:
-            self._known.difference_update(batch.cache.rows)  # their texts here may be ahead of the host's
+            self.memory.forget(rows)  # their texts there may be ahead of the host's
             raise
-        if self._adjustments is not None:  # it has not counted the new tokens
-            rows = zip(batch.sequences, batch.cache.rows, strict=True)
-            self._known.difference_update(row for sequence, row in rows if is_adjusted(sequence.settings))
+        if self.captured is not None:  # its adjustments have not counted the new tokens
+            pairs = zip(batch.sequences, rows, strict=True)
+            self.memory.forget(row for sequence, row in pairs if is_adjusted(sequence.settings))
         return done
 
     def flush(self, clock: Clock) -> None:
@@ -190,7 +150,7 @@ class DeviceRounds:
             self._take(flight, clock)
         except BaseException:
             # The device's texts may be ahead of the host's now, so they are sent again before their next round.
-            self._known.difference_update(flight.rows)
+            self.memory.forget(flight.rows)
             raise
 
     def _is_last(self, batch: Batch) -> bool:
@@ -203,146 +163,12 @@ class DeviceRounds:
             for sequence in batch.sequences
         )
 
-    def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
-        """Capture the graphs of all rounds and steps that the controller may plan for up to `max_rows` rows.
-
-        choices: how their tokens may be chosen. longest: tokens of the longest text.
-        """
-        target = self.target
-        if not target.is_captured:
-            return
-        most = padded(max_rows, ROWS)
-        lengths = [*(context for context in target.contexts if context < longest), longest]
-        with target.launching(target.step_sizes[-1]) as (buffers, tables):
-            round = self._round_for(target.pool)
-            draft = self.drafter.prepare_pool(target.pool) if self.drafter is not None else 0
-            all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
-            shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._planned_sizes(rows))]
-            limits = self.controller.pass_limits if self.controller is not None else [0]
-            for number, shape in enumerate(shapes):
-                target.progress(
-                    Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
-                )
-                # Plain rounds also serve rows that do not speculate, and then learn nothing.
-                kinds = [(True, passes) for passes in limits] if not shape.is_plain else [(True, 0), (False, 0)]
-                contexts = {context_for(length, self.contexts) for length in lengths}
-                for context, choice, (learns, passes) in itertools.product(sorted(contexts), choices, kinds):
-                    self._capture(round, buffers, tables, shape, context, choice, learns, passes, draft)
-                # A capture runs the step too, so it must see only padding rows.
-                self.load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
-                self._propose(round, buffers, shape, self.contexts[0], 0, False)
-                for length in lengths:
-                    target.captured_step(buffers, tables, shape.tokens, length)
-            device_learning.warm_up(round, self.staging)
-            self._adjustments.warm_up(buffers)
-
-    # Launching
-
-    def _capture(
-        self,
-        round: DeviceRound,
-        buffers: StepBuffers,
-        tables: Tensor,
-        shape: RoundShape,
-        context: int,
-        choice: Choice,
-        learns: bool,
-        num_passes: int,
-        draft: int,
-    ) -> tuple[Run, Run]:
-        """The graphs before and after a step. draft: the number of the drafter's buffers."""
-        target, key = self.target, (id(buffers), *shape, context, draft)
-        owner = self._round_number  # graphs are over this round's memory, and engines may share a target's graphs
-        draws = choice is not Choice.GREEDY and self.policy.knows_draws
-        propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
-        propose_key = (owner, "propose", num_passes, draws, *key)
-        finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
-        finish_key = (owner, "finish", choice, learns, *key)
-        if not (target.has_captured(propose_key) and target.has_captured(finish_key)):
-            # Warm-up runs before a capture would change texts and pages, so they must see only padding rows.
-            self.load(round, [], [], [], shape, Plan(shape.tokens, 0, ()))
-            target.capture(propose_key, propose)()
-            target.capture(finish_key, finish)
-        return target.capture(propose_key, propose), target.capture(finish_key, finish)
-
-    def _must_move(self) -> bool:
-        return self._round is not None and self._pool_state != _state_of(self.target.pool)
-
-    def _launch(self, batch: Batch, chunks: Sequence[Chunk], clock: Clock) -> tuple[Flight, list[VerifyOutput]]:
-        if self.failure is not None:
-            raise RoundError(self.failure)
-        target, rows = self.target, batch.cache.rows
-        num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
-        padded_rows = padded(num_rows, ROWS)
-        draws = draws_of(batch.sequences, self.policy.knows_draws)
-        kinds = [own.kind for own in draws]
-        plan = self.plan(batch, kinds, padded_rows, num_prefill)
-        shape = RoundShape(padded_rows, plan.tokens)
-        longest = self.make_room(batch, chunks, shape)
-        longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
-        if self._flight is not None and self._must_move():
-            # The pool has grown, so the texts on the device must move: take the round in flight first.
-            self.flush(clock)
-        setups = num_setups_of(target, self.drafter)
-        with target.launching(shape.tokens + num_prefill) as (buffers, tables):
-            round = self.ready(batch)
-            draft = self.drafter.prepare_pool(target.pool) if self.drafter is not None else 0
-            choice = max(Choice.of(own.settings, own.constraint is not None) for own in batch.sequences)
-            learns = self.learns(batch.sequences)
-            context = context_for(longest, self.contexts)
-            kind = (choice, learns, plan.max_passes, draft)
-            try:
-                propose, finish = self._capture(round, buffers, tables, shape, context, *kind)
-            except Exception as error:  # compilers and drivers may raise any type
-                if is_out_of_memory(error):
-                    raise
-                raise self._give_up(first_line(error)) from error
-            marks = [new_mark(target.device) for _ in range(4)]
-            self.load(round, batch.sequences, rows, draws, shape, plan)
-            marks[0].record()
-            propose()
-            size = target.size_for(shape.tokens + num_prefill)
-            read = buffers.outputs_of(load_chunks(buffers, self.staging, shape.tokens, shape.rows, size, chunks))
-            marks[1].record()
-            step = target.captured_step(buffers, tables, target.size_for(shape.tokens + num_prefill), longest_read)
-            if step is None:
-                raise self._give_up("its steps cannot be captured")
-            trees = self._adjustments.fetch_trees(batch.sequences, buffers, shape)
-            step()
-            marks[2].record()
-            if trees is not None:
-                self.flush(clock)  # while the step runs, so that grammars know all tokens before it
-            logits = self.reports.logits_of(batch.sequences, buffers, shape)
-            adjusted = self._adjustments.apply(batch.sequences, rows, buffers, shape, trees)
-            finish()
-            marks[3].record()
-            self._adjustments.count(round, shape, adjusted)
-            report = self.reports.make(batch.sequences, round, shape, logits)
-            here, done = next(self._results)
-            here.copy_(round.results, non_blocking=True)
-            done.record()
-        for chunk in chunks:
-            chunk.row.length += len(chunk.tokens)
-        results = {name: part.numpy() for name, part in round.results_in(here).items()}
-        draft_rows = list(batch.draft.rows) if self.drafter is not None else [None] * num_rows
-        is_usual = setups == num_setups_of(target, self.drafter)
-        of_rows = (list(batch.sequences), list(rows), draft_rows)
-        flight = Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual, adjusted, report)
-        return flight, read
-
-    def _give_up(self, reason: str) -> RoundError:
-        """Let the host run all rounds from now on, with one warning. Returns the error to raise."""
-        if self.failure is None:
-            warnings.warn(f"rounds cannot be captured in CUDA graphs, so the host runs them: {reason}", stacklevel=4)
-        self.failure = reason
-        return RoundError(reason)
-
     # Parts of a round that captured and direct ones share
 
     def plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
-        if self.controller is None or not self.learns(batch.sequences):
+        if self.planner is None or not self.learns(batch.sequences):
             return Plan(padded_rows, 0, ())
-        return self.controller.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
+        return self.planner.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
     @staticmethod
     def learns(sequences: Sequence[TokenSequence]) -> bool:
@@ -353,7 +179,7 @@ class DeviceRounds:
         """Choose how many nodes of all rows together are verified, now that the round's candidates are known."""
         if self._host_controller is not None:
             total = self._host_controller.choose(ranked.paths.cpu().numpy(), kinds, num_prefill)
-            round.inputs["total"].fill_(total)
+            round.inputs["total"].clamp_(max=total)
 
     def make_room(self, batch: Batch, chunks: Sequence[Chunk], shape: RoundShape) -> int:
         """Give rows and prompts pages for the round. Returns the longest text of a decoded row, in tokens."""
@@ -367,19 +193,9 @@ class DeviceRounds:
             pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
         return longest
 
-    def ready(self, batch: Batch) -> DeviceRound:
-        """The memory of rounds, with the batch's texts."""
-        round = self._round_for(self.target.pool)
-        for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
-            if row not in self._known:
-                if self._adjustments is not None:
-                    self._adjustments.add_row(row, sequence)
-                self._send_text(round, row, sequence.ids)
-        return round
-
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees, prompt tokens not counted; if steps are not padded, only the most tokens."""
-        if self.controller is None:
+        if self.planner is None:
             return []
         most = num_rows * (1 + RoundShape(padded_rows, 0).cap)
         if not self.target.is_captured:
@@ -389,13 +205,13 @@ class DeviceRounds:
         most = min(room, most)
         return [size for size in self.target.step_sizes if max(2 * padded_rows, _LEAST_TREE) <= size <= most]
 
-    def _planned_sizes(self, padded_rows: int) -> list[int]:
+    def planned_sizes(self, padded_rows: int) -> list[int]:
         """Sizes of steps with trees that may be planned for `padded_rows` rows, which include padding."""
         sizes = self._sizes(padded_rows, padded_rows, 0)
-        if self.controller is None or self.controller.fixed is None or not sizes:
+        if self.planner is None or self.planner.fixed is None or not sizes:
             return sizes
         # With fewer rows or beside a prompt, rounds are smaller.
-        return [size for size in sizes if size <= self.controller.fixed_size(padded_rows, sizes)]
+        return [size for size in sizes if size <= self.planner.fixed_size(padded_rows, sizes)]
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self.drafter.num_slots if self.drafter is not None else 0
@@ -405,151 +221,6 @@ class DeviceRounds:
         pool = self.target.pool
         most = pool.max_slots
         pool.ensure(row, num_slots if most is None else min(num_slots, most))
-
-    def _round_for(self, pool: PagePool) -> DeviceRound:
-        """The memory of rounds over a pool. If the pool has moved, it is made anew and texts are sent again."""
-        if self._round is None or self._must_move():
-            drafter, device, memory = self.drafter, pool.device, self.policy.memory
-            self._known = weakref.WeakSet()
-            if self.target.is_captured:
-                self.target.drop_captures(self._round_number)
-            self._round_number = next(_ROUND_IDS)
-            self._round = DeviceRound(
-                max_rows=min(padded(pool.num_table_rows, ROWS), self.max_rows),
-                num_table_rows=pool.num_table_rows,
-                context=pool.tables.shape[1] * PAGE,
-                past_tokens=1,
-                levels=drafter.level_sizes if drafter is not None else lambda rows: (),
-                num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
-                num_passes=drafter.max_passes if drafter is not None else 0,
-                depths_of_pass=-(-drafter.max_depth // drafter.max_passes) if drafter is not None else 1,
-                sources=self._sources,
-                known=memory.tables if memory is not None else None,
-                device=device,
-            )
-            if memory is not None:
-                texts, past = self._round.texts, memory.past
-                texts.past, texts.owners, texts.past_end = past.tokens, past.owners, past.end
-            size = self._round.num_inputs
-            self._staged = itertools.cycle(
-                [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_RING)]
-            )
-            self._results = itertools.cycle(
-                [(pinned_zeros((self._round.num_results,), torch.int32, device), Event(device)) for _ in range(_RING)]
-            )
-            self._pool_state = _state_of(pool)
-        return self._round
-
-    def _send_text(self, round: DeviceRound, row: Row, ids: Sequence[int]) -> None:
-        """Send a row's text to the device."""
-        texts, at = round.texts, row.block_table_row
-        there = self.staging.send([*ids])
-        texts.own[at, : len(ids)].copy_(there)
-        texts.lengths[at : at + 1].fill_(len(ids))
-        self._known.add(row)
-
-    def load(
-        self,
-        round: DeviceRound,
-        sequences: Sequence[TokenSequence],
-        rows: Sequence[Row],
-        draws: Sequence[RowDraws],
-        shape: RoundShape,
-        plan: Plan,
-    ) -> None:
-        """Send the round's inputs to the device; see `inputs_layout`."""
-        here, loaded = next(self._staged)
-        loaded.wait()
-        inputs = {name: part.numpy() for name, part in round.inputs_in(here).items()}
-        count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
-        most = min(shape.cap, fixed) if fixed is not None else shape.cap
-        settings = [sequence.settings for sequence in sequences]
-        by_row = {
-            "table_rows": [row.block_table_row for row in rows],
-            "caps": [most if sequence.speculates else 0 for sequence in sequences],
-            "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
-            "owners": [self._owner_of(sequence) for sequence in sequences],
-            "salts": [self.policy.salt_of(sequence) for sequence in sequences],
-            "kinds": [own.kind for own in draws],
-            "powers": [share_powers(own.temperature, NUM_BUCKETS) for own in draws],
-            "seeds": [own.seed for own in settings],
-            "temperatures": [own.temperature for own in settings],
-            "draft_temperatures": [own.temperature for own in draws],
-            "top_k": [own.top_k for own in settings],
-            "top_p": [own.top_p for own in settings],
-            "min_p": [own.min_p for own in settings],
-        }
-        for name, values in by_row.items():
-            inputs[name][:count] = values if count else 0
-            inputs[name][count:] = -1 if name == "caps" else 0
-        inputs["barred"][:] = 0
-        for row, own in enumerate(draws):
-            if own.bias or own.num_unending:
-                inputs["barred"][row] = barred_numbers(own.banned, own.endings, own.num_unending)
-        round.draws.times[:] = [own.times for own in draws] if any(own.times is not None for own in draws) else []
-        inputs["total"][0] = max(shape.tokens - count, 0)
-        inputs["drafts"][0] = plan.max_passes > 0
-        if self.controller is not None:
-            inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
-        if self._calibration is not None:
-            inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
-        round.numbers.copy_(here, non_blocking=True)
-        loaded.record()
-
-    # Inside graphs
-
-    @torch.no_grad()
-    def _propose(
-        self,
-        round: DeviceRound,
-        buffers: StepBuffers,
-        shape: RoundShape,
-        context: int,
-        num_passes: int,
-        has_draws: bool,
-    ) -> None:
-        drafter, draft = self.drafter, None
-        if drafter is not None and num_passes:
-            table_rows = round.inputs["table_rows"][: shape.rows]
-            lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
-            draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
-            rows = (table_rows, lengths, round.roots, context)
-            asked = PassesOnDevice(self.target.pool, num_passes, *rows, round.made, draws)
-            draft = partial(drafter.run_passes, asked)
-        round.propose(shape, buffers.columns, buffers.by_row, context, draft)
-
-    @torch.no_grad()
-    def _finish(
-        self,
-        round: DeviceRound,
-        buffers: StepBuffers,
-        tables: Tensor,
-        shape: RoundShape,
-        context: int,
-        choice: Choice,
-        learns: bool,
-    ) -> None:
-        from graft.model.kernels import draw as draw_kernels  # needs Triton
-
-        size, columns = shape.tokens, buffers.columns
-        chosen: Tensor = buffers.best[:size]
-        if choice is not Choice.GREEDY:
-            inputs, rows = round.inputs, shape.rows + 1
-            ends = round.texts.lengths.index_select(0, inputs["table_rows"][:rows]).long()
-            chosen = torch.zeros(size, dtype=torch.int64, device=round.device)
-            draw_kernels.draw(
-                *(buffers.logits[:size], columns[4, :size], columns[3, :size], inputs["seeds"][:rows], ends),
-                *(inputs["temperatures"][:rows], inputs["top_k"][:rows], inputs["top_p"][:rows]),
-                *(inputs["min_p"][:rows], chosen),
-                truncates=choice is Choice.TRUNCATED,
-            )
-        learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if learns and self._calibration is not None:
-            learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
-        round.finish(shape, columns, buffers.by_row, chosen, *learned)
-        self.target.commit_moves(tables, round.moves(shape))
-        if learns and self.drafter is not None:
-            self.drafter.run_entries(self.target.pool, round.entries(shape), buffers.hidden, context)
 
     # Prompt chunks in the same step
 
@@ -563,23 +234,12 @@ class DeviceRounds:
                     self.drafter.read(chunk.draft, chunk.row, chunk.verified, chunk.following)
         with self.target.launching(1):
             # While a round is in flight and the pool grows, tables skip this chunk.
-            if self._sources.tables is not None and (self._flight is None or not self._must_move()):
-                device_learning.learn_prompts(self._round_for(self.target.pool), chunks, self.staging)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device by purpose, without those of target and drafter; see `DeviceRound.memory`."""
-        adjusted = {"adjustments": self._adjustments.memory()} if self._adjustments is not None else {}
-        return self._round.memory() | adjusted if self._round is not None else {}
+            if self.memory.sources.tables is not None and not (self.is_in_flight and self.memory.must_move):
+                device_learning.learn_prompts(self.memory.round(), chunks, self.staging)
 
     def finish_text(self, sequence: TokenSequence) -> None:
-        """Add a finished text to those that rows may copy from."""
-        is_alone = self.policy.isolated and sequence.owner is None
-        if self._sources.copies is not None and self.policy.memory is not None and not is_alone:
-            self.policy.memory.past.add(sequence.ids, self._owner_of(sequence), self.staging.send)
-
-    def _owner_of(self, sequence: TokenSequence) -> int:
-        """The owner whose finished texts the row copies; 0: texts without an owner."""
-        return sequence.owner or 0 if self.policy.isolated else 0
+        """Learn from a finished answer."""
+        self.memory.finish_text(sequence)
 
     # Taking results
 
@@ -636,7 +296,7 @@ class DeviceRounds:
         seconds = [seconds_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
         for phase, own in zip(("propose", "verify", "accept"), seconds, strict=True):
             clock.seconds[phase] += own
-        if self.controller is None:
+        if self.planner is None:
             return
         pause = seconds_between(ended, before) if ended is not None else 0.0
         is_usual = flight.is_usual and 0 <= pause < seconds[1]
@@ -644,7 +304,7 @@ class DeviceRounds:
         cap = shape.cap
         paths = found["paths"][: shape.rows * cap].reshape(shape.rows, cap)[:num_rows]
         rest = seconds[2] + pause + (seconds[0] if shape.is_plain else 0.0)
-        self.controller.learn(
+        self.planner.learn(
             Outcome(
                 num_rows=num_rows,
                 is_plain=shape.is_plain,
@@ -665,7 +325,3 @@ class DeviceRounds:
                 draft_seconds=flight.draft_seconds,
             )
         )
-
-
-def _state_of(pool: PagePool) -> tuple[int, ...]:
-    return (id(pool), pool.num_table_rows, *pool.tables.shape)

@@ -64,9 +64,9 @@ class DirectRounds:
         setups = num_setups_of(target, rounds.drafter)
         marks = [new_mark(target.device) for _ in range(4)]
         with target.launching(shape.tokens + num_prefill) as (inputs, tables):
-            round = rounds.ready(batch)
+            round = rounds.memory.with_texts_of(batch)
             known = [own or _UNKNOWN for own in draws.rows] if draws is not None else [_UNKNOWN] * num_rows
-            rounds.load(round, batch.sequences, rows, known, shape, plan)
+            rounds.memory.load(round, batch.sequences, rows, known, shape, plan)
             marks[0].record()
             passes = _Passes(rounds, batch, draws, shape, max_depth, plan.max_passes, round.made)
             longest = max(row.length for row in rows) + 1

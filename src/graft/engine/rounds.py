@@ -68,7 +68,7 @@ class Rounds:
         known = self._device_rounds
         if known is None or known[0] is not self.policy:
             kind = self.policy.rounds_class or DeviceRounds
-            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self._sampler))
+            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self.new_sampler))
         return known[1]
 
     def finish(self, sequence: TokenSequence) -> None:
@@ -120,7 +120,7 @@ class Rounds:
             cache.release()
             raise
 
-    def _sampler(self, sequences: Sequence[TokenSequence]) -> Sampler:
+    def new_sampler(self, sequences: Sequence[TokenSequence]) -> Sampler:
         return Sampler(
             [s.settings for s in sequences],
             [s.ids for s in sequences],
