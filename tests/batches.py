@@ -11,6 +11,7 @@ from graft.engine import Engine, PrefillChunk
 from graft.model.decoder_layers import layers_of
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
+from graft.spec_decode.controller import Plan
 from graft.spec_decode.policies import MAX_BUDGET
 
 
@@ -51,3 +52,12 @@ def counting_tokens(model: Any) -> Iterator[list[int]]:
 def graphs_of(target: Any) -> Any:
     """What a captured target has made, and what went wrong."""
     return target._graphs
+
+
+@contextmanager
+def plain_rounds(engine: Engine) -> Iterator[None]:
+    """Rounds that propose nothing, although rows speculate."""
+    rounds: Any = engine.device_rounds
+    rounds.plan = lambda batch, kinds, padded_rows, num_prefill: Plan(padded_rows, 0, ())
+    yield
+    del rounds.plan

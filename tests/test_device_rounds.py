@@ -16,6 +16,7 @@ from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
+from graft.engine.captured_rounds import CapturedRounds
 from graft.engine.device_rounds import DeviceRounds
 from graft.engine.flight import Flight
 from graft.engine.jobs import Job
@@ -63,16 +64,14 @@ def on_device(monkeypatch):
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ("cpu", "cuda"))
-    monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 1024)
-    monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.contexts", (64, 128))
+    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 1024)
+    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
 
 
 def plain_ids(model, prompts, monkeypatch, **options):
     """What plain decoding by transformers' own layers gives."""
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
@@ -202,7 +201,6 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
     there = dict(first_trees)
     first_trees.clear()
     with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         host = block_heads.make_engine(model, policy, BlockDrafter(network, settings))
         host.generate_batch(PROMPTS, **options)
     for prompt in map(tuple, PROMPTS):
@@ -282,7 +280,7 @@ def test_requests_wait_that_a_device_round_has_no_rows_for(on_device, monkeypatc
     finally:
         scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in prompts]
-    assert engine.device_rounds.failure is None
+    assert engine.device_rounds.captured.failure is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
@@ -326,7 +324,6 @@ def test_preempted_cancelled_and_rejoined_rows_have_their_own_texts(on_device, m
 def plain_text(engine, prompt, monkeypatch, **options):
     with monkeypatch.context() as eager:
         eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        eager.setattr("graft.engine.rounds.BY_ITSELF", ())
         return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
 
 
@@ -392,12 +389,12 @@ def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_
     monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
     rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
     for num_rows, num_prefill in itertools.product(range(5, 9), (0, 100, 300, 450, 2000)):
-        plan = rounds.controller.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
-        assert plan.tokens in (8, *rounds._planned_sizes(8))
+        plan = rounds.planner.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
+        assert plan.tokens in (8, *rounds.planned_sizes(8))
 
 
 def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_device, monkeypatch):
-    launch, capture, contexts = DeviceRounds._launch, DeviceRounds._capture, []
+    launch, capture, contexts = CapturedRounds.launch, CapturedRounds._capture, []
 
     def watched(rounds, batch, chunks, clock):
         rounds.is_watched = any(chunk.row.length > 64 for chunk in chunks)
@@ -407,8 +404,8 @@ def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_
         contexts.extend([given[4]] if rounds.is_watched else [])
         return capture(rounds, *given)
 
-    monkeypatch.setattr(DeviceRounds, "_launch", watched)
-    monkeypatch.setattr(DeviceRounds, "_capture", captured)
+    monkeypatch.setattr(CapturedRounds, "launch", watched)
+    monkeypatch.setattr(CapturedRounds, "_capture", captured)
     engine = byte_engine()
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
     try:
@@ -425,7 +422,7 @@ def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_
 def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypatch):
     engine = byte_engine()
     monkeypatch.setattr(
-        "graft.engine.device_rounds.DeviceRounds._propose", lambda *given: (_ for _ in ()).throw(ValueError("no"))
+        "graft.engine.captured_rounds.CapturedRounds._propose", lambda *given: (_ for _ in ()).throw(ValueError("no"))
     )
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
     try:
@@ -435,11 +432,11 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
     finally:
         scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
-    assert engine.device_rounds.failure == "ValueError: no"
+    assert engine.device_rounds.captured.failure == "ValueError: no"
 
 
 def test_when_the_host_takes_over_answers_that_the_last_round_ended_stay_ended(on_device, monkeypatch):
-    model, capture, calls = tiny_model("llama").to(DEVICE), DeviceRounds._capture, []
+    model, capture, calls = tiny_model("llama").to(DEVICE), CapturedRounds._capture, []
     lengths = [{"max_new_tokens": 3}, {"max_new_tokens": 9}]
     expected = [plain_ids(model, [prompt], monkeypatch, **own)[0] for prompt, own in zip(PROMPTS, lengths, strict=True)]
 
@@ -449,7 +446,7 @@ def test_when_the_host_takes_over_answers_that_the_last_round_ended_stay_ended(o
             raise ValueError("no more")
         return capture(rounds, *given)
 
-    monkeypatch.setattr(DeviceRounds, "_capture", fails_later)
+    monkeypatch.setattr(CapturedRounds, "_capture", fails_later)
     with pytest.warns(UserWarning, match="no more"):
         answers = Engine(model, policy="off").generate_batch(PROMPTS, each=lengths)
     assert [answer.ids for answer in answers] == expected
@@ -514,11 +511,11 @@ def test_device_state_does_not_grow_with_what_is_decoded(on_device):
     """The ring of finished texts holds 1,024 tokens here."""
     engine = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=2)
     engine.generate(PROMPT, max_new_tokens=2)
-    before = engine.device_rounds.memory()
+    before = engine.device_rounds.memory.bytes()
     sequence = TokenSequence([7] * 299, SamplingSettings(), [])
     for _ in range(5):
         engine.device_rounds.finish_text(sequence)
-    assert engine.device_rounds.memory() == before and sum(before.values()) > 0
+    assert engine.device_rounds.memory.bytes() == before and sum(before.values()) > 0
     assert engine.policy.state()["past/lengths"].tolist() == [299, 299, 299]
 
 

@@ -5,13 +5,10 @@ from itertools import islice
 import pytest
 import torch
 
-from batches import prefilled
+from batches import plain_rounds, prefilled
 from graft import Engine, SamplingSettings
-from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
-from graft.spec_decode.acceptance import walk
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.tree.tree import DraftTree
 from heads import SMALL_TREE, make_head, plain_draft
 from tiny import tiny_model
 
@@ -69,13 +66,9 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     engine = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(engine, PROMPT)
     sequences = batch.sequences
-    for _ in range(4):  # plain rounds
-        tree = DraftTree.roots(batch.roots())
-        verified = engine.target.verify(batch.cache, tree)
-        accepted = walk(tree, verified, batch.chooser)
-        batch.cache.commit(accepted.nodes)
-        engine.policy.learn(batch, tree, verified, accepted, 0.0)
-        sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
+    with plain_rounds(engine):
+        for _ in range(4):
+            engine.run_round(batch, Clock())
     late = next(drafter.levels(batch.draft, batch.roots()))
     fresh = prefilled(engine, sequences[0].ids)
     new = next(drafter.levels(fresh.draft, fresh.roots()))

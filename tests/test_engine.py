@@ -351,7 +351,7 @@ def later(monkeypatch):
 
 def times_learned(engine, monkeypatch):
     """Seconds of the step, of drafting and of all else, of all rounds to come."""
-    learned, planner = [], engine.device_rounds.controller
+    learned, planner = [], engine.device_rounds.planner
     learn = planner.learn
 
     def watched(outcome):

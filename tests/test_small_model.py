@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
-from batches import counting_tokens, prefilled
+from batches import counting_tokens, plain_rounds, prefilled
 from graft import Engine, GraftError
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
@@ -95,10 +95,9 @@ def test_tokens_of_plain_rounds_are_read_with_the_next_root_also_after_a_row_joi
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     dense = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(dense, PROMPT)
-    grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
-    for _ in range(4):
-        dense.run_round(batch, Clock())
-    dense.policy.grow = grow
+    with plain_rounds(dense):
+        for _ in range(4):
+            dense.run_round(batch, Clock())
     assert batch.draft.lengths == [len(PROMPT) - 1] and len(batch.draft.rows[0].pending) == 4
     batch.join(prefilled(dense, PROMPTS[2]))
     for sequence, tree in zip(batch.sequences, drafted(drafter, batch), strict=True):
