@@ -68,6 +68,13 @@ def on_device(monkeypatch):
     monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
 
 
+def use_host(monkeypatch):
+    """Engines whose rounds are direct, by transformers' own layers."""
+    monkeypatch.setattr(
+        "graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model, hidden)
+    )
+
+
 def plain_ids(model, prompts, monkeypatch, **options):
     """What plain decoding by transformers' own layers gives."""
     with monkeypatch.context() as eager:
@@ -143,15 +150,13 @@ def test_dense_is_the_same_tree_on_the_device_as_on_the_host(on_device, first_tr
         answers = engine.generate_batch(PROMPTS, **options)
         assert [answer.ids for answer in answers] == expected
         for stats in (answer.stats for answer in answers):
-            is_device = drafter is Drafter
-            assert ("propose" in stats.seconds_by_phase) == is_device
-            # Near an answer's end the host drafts less deep.
-            assert (stats.draft_passes == (SMALL_TREE.depth + 1) * stats.rounds) == is_device
+            # Near an answer's end direct rounds are less deep.
+            assert (stats.draft_passes == (SMALL_TREE.depth + 1) * stats.rounds) == (drafter is Drafter)
         return dict(first_trees)
 
     expected = plain_ids(model, PROMPTS, monkeypatch, **options)
     there = first_round(Drafter)
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
+    use_host(monkeypatch)
     here = first_round(Eagle3Drafter)
     for prompt in map(tuple, PROMPTS):
         assert there[prompt] == here[prompt]
@@ -224,7 +229,7 @@ def test_isolated_texts_are_proposed_to_their_owner_alone(on_device, first_trees
     for other in (None, owner + 1, owner + (1 << 40)):
         assert first_sources(PROMPT[5:7], other) == {"root"}
     assert first_sources(PROMPT[5:7], owner) >= {"past", "bigram"}
-    kept = [part for part in vars(engine.device_rounds._learned).values() if isinstance(part, dict)]
+    kept = [part for part in vars(engine.policy.memory).values() if isinstance(part, dict)]
     assert not any(kept), "clients may name any number of users"
 
 
@@ -265,8 +270,7 @@ def test_rows_that_are_prefilled_elsewhere_are_left_to_the_host(on_device, monke
         return sequence.new_ids
 
     there = text_of(Engine(model, policy="off"))
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
+    use_host(monkeypatch)
     assert there == text_of(Engine(model, policy="off")) != Engine(model, policy="off").generate(PROMPT).ids[:8]
 
 
@@ -469,20 +473,20 @@ def test_prompts_of_one_step_teach_the_tables_what_they_teach_the_host_one_by_on
     model = tiny_model("llama").to(DEVICE)
     prompts = [PROMPT, [17, 42, 9, 30, 5], [7], [9, 9, 30, 5, 21, 40]]
 
-    def learned(engine):
+    def learned(engine, are_together):
         sequences = [engine.new_sequences(prompt, SamplingSettings(max_new_tokens=2))[0] for prompt in prompts]
         sequences[1].speculates = False  # a prompt in between that teaches nothing
         batch = opened(engine, sequences)
         chunks = [PrefillChunk(batch, row, batch.next_chunk(row, 64)) for row in range(len(prompts))]
         chunks = [part for part in chunks if part.chunk.tokens]
-        for together in [chunks] if batch.is_on_device else [[part] for part in chunks]:
+        for together in [chunks] if are_together else [[part] for part in chunks]:
             engine.prefill(together)
         batch.cache.release()
         return engine.policy.state()
 
-    on_gpu = learned(Engine(model, policy="graft"))
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
-    on_host = learned(Engine(model, policy="graft"))
+    on_gpu = learned(Engine(model, policy="graft"), True)
+    use_host(monkeypatch)
+    on_host = learned(Engine(model, policy="graft"), False)
     for table in ("trigram", "bigram", "adjacency"):
         for part in ("rows", "entries"):
             assert torch.equal(on_gpu[f"{table}/{part}"], on_host[f"{table}/{part}"].cpu()), (table, part)

@@ -38,7 +38,6 @@ class OneContext(Small):
 
 def use_host(monkeypatch):
     monkeypatch.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
 
 
 @pytest.fixture
@@ -47,9 +46,8 @@ def on_device(monkeypatch):
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ("cpu", "cuda"))
-    monkeypatch.setattr("graft.engine.device_rounds._PAST_TOKENS", 64)
-    monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.contexts", (64, 128))
+    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 64)
+    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
 
 
 def on_host(monkeypatch, model, prompts, **options):
@@ -350,7 +348,7 @@ def test_every_round_of_a_watched_answer_is_recorded_once_as_on_the_host(on_devi
     model, prompt = byte_model(), "one two, one two, one three"
     options = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3}
     ids, records = records_of(Engine(model, byte_tokenizer(), policy="graft", budget=2), prompt, **options)
-    monkeypatch.setattr("graft.engine.rounds.BY_ITSELF", ())
+    use_host(monkeypatch)
     expected, theirs = records_of(Engine(model, byte_tokenizer(), policy="graft", budget=2), prompt, **options)
     assert ids == expected == [token for record in records for token in record.new_tokens]
     one, other = records[0], theirs[0]  # before anything was learned
