@@ -169,16 +169,17 @@ class CapturedRounds:
             marks[3].record()
             self._adjustments.count(round, shape, adjusted)
             report = self._reports.make(batch.sequences, round, shape, logits)
-            here, done = next(self._memory.results)
-            here.copy_(round.results, non_blocking=True)
-            done.record()
+            results = next(self._memory.results)
+            results.numbers.copy_(round.results, non_blocking=True)
+            results.event.record()
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
-        results = {name: part.numpy() for name, part in round.results_in(here).items()}
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
         is_usual = setups == num_setups_of(target, self._drafter)
         of_rows = (list(batch.sequences), list(rows), draft_rows)
-        flight = Flight(*of_rows, kinds, shape, num_prefill, results, marks, done, is_usual, adjusted, report)
+        flight = Flight(
+            *of_rows, kinds, shape, num_prefill, results.parts, marks, results.event, is_usual, adjusted, report
+        )
         return flight, read
 
     def _give_up(self, reason: str) -> tuple[None, None]:

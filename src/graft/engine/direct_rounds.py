@@ -21,7 +21,6 @@ from graft.engine.flight import Flight
 from graft.engine.marks import new_mark
 from graft.engine.round_reports import SHOWN, Report
 from graft.model import Chunk, Row, VerifyOutput
-from graft.model.captures import Event
 from graft.model.noise import NOT_SAMPLED, ComingDraws, RowDraws
 from graft.model.runner import StepOutput
 from graft.model.sampler import Chooser, Sampler
@@ -84,7 +83,6 @@ class DirectRounds:
             target.synchronize()
             marks[2].record()
             columns = inputs.columns[:, :size].cpu().numpy()
-            verified = _output_of(output, columns, starts, sizes)
             learned = (
                 output.likeliest(size) if rounds.is_calibrated and rounds.learns(batch.sequences) else (None, None)
             )
@@ -100,11 +98,14 @@ class DirectRounds:
             marks[3].record()
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
-        results = {name: part.cpu().numpy() for name, part in round.found.items()}
+        results = next(rounds.memory.results)
+        results.numbers.copy_(round.results)
         is_usual = setups == num_setups_of(target, rounds.drafter)
         of_rows = (list(batch.sequences), list(rows), [None] * num_rows, kinds)
-        flight = Flight(*of_rows, shape, num_prefill, results, marks, Event(target.device), is_usual)
-        flight.verified, flight.draft, flight.draft_seconds = verified, batch.draft, passes.seconds
+        flight = Flight(*of_rows, shape, num_prefill, results.parts, marks, results.event, is_usual)
+        flight.draft, flight.draft_seconds = batch.draft, passes.seconds
+        if batch.draft is not None or any(sequence.settings.logprobs is not None for sequence in batch.sequences):
+            flight.verified = _output_of(output, columns, starts, sizes)
         if not shape.is_plain and any(sequence.is_recorded for sequence in batch.sequences):
             flight.report = Report(candidates=round.candidates(shape, shape.cap + SHOWN).cpu().numpy())
         return flight, [output.of(part) for part in reading]

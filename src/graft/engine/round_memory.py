@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ MAX_ROWS = MAX_TREE_TOKENS  # of a round
 _ROUND_IDS = itertools.count(1)  # one for each `DeviceRound`, to find the graphs captured over its memory
 _RING = 3  # number of host buffers for inputs, and for results, used in turns
 
-Turns = Iterator[tuple[Tensor, Event]]
+
+class HostBuffer:
+    """Pinned memory for the inputs or the results of a round, with its parts as arrays."""
+
+    def __init__(self, size: int, views: Callable[[Tensor], dict[str, Tensor]], device: torch.device) -> None:
+        self.numbers = pinned_zeros((size,), torch.int32, device)
+        self.parts = {name: part.numpy() for name, part in views(self.numbers).items()}
+        self.event = Event(device)  # when it has been read, or written
 
 
 class RoundMemory:
@@ -63,8 +70,8 @@ class RoundMemory:
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # the pool's `_state_of` when `_round` was made
         self._known: weakref.WeakSet[Row] = weakref.WeakSet()  # rows whose texts are on the device
-        self._staged: Turns = iter(())
-        self.results: Turns = iter(())  # host buffers for results
+        self._inputs: Iterator[HostBuffer] = iter(())
+        self.results: Iterator[HostBuffer] = iter(())
 
     @property
     def must_move(self) -> bool:
@@ -100,9 +107,9 @@ class RoundMemory:
         if memory is not None:
             texts, past = made.texts, memory.past
             texts.past, texts.owners, texts.past_end = past.tokens, past.owners, past.end
-        self._staged, self.results = (
-            itertools.cycle([(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_RING)])
-            for size in (made.num_inputs, made.num_results)
+        self._inputs, self.results = (
+            itertools.cycle([HostBuffer(*packed, device) for _ in range(_RING)])
+            for packed in ((made.num_inputs, made.inputs_in), (made.num_results, made.results_in))
         )
         self._pool_state = _state_of(pool)
         return made
@@ -156,9 +163,9 @@ class RoundMemory:
         plan: Plan,
     ) -> None:
         """Send the round's inputs to the device; see `inputs_layout`."""
-        here, loaded = next(self._staged)
-        loaded.wait()
-        inputs = {name: part.numpy() for name, part in round.inputs_in(here).items()}
+        here = next(self._inputs)
+        here.event.wait()
+        inputs = here.parts
         count, most = len(rows), shape.cap if self._most_nodes is None else min(shape.cap, self._most_nodes)
         settings = [sequence.settings for sequence in sequences]
         by_row = {
@@ -189,8 +196,8 @@ class RoundMemory:
         inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
         if self._calibration is not None:
             inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
-        round.numbers.copy_(here, non_blocking=True)
-        loaded.record()
+        round.numbers.copy_(here.numbers, non_blocking=True)
+        here.event.record()
 
 
 def _state_of(pool: PagePool) -> tuple[int, ...]:
