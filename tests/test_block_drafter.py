@@ -103,8 +103,10 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
     (levels,) = drafter.passes(batch.draft, batch.roots())
     q = torch.cat([level.probabilities for level in levels], dim=1)
     assert (q == 0).any() and (q > 0).any()
-    tree = engine.policy.grow(batch, batch.roots(), Clock()).tree
-    assert tree.valid.sum(dim=1).tolist() == [min(1 + n, 61) for n in (q > 0).sum(dim=1).tolist()]
+    engine.run_round(batch, Clock())
+    for sequence in batch.sequences:
+        sequence.settle()
+    assert [s.stats.nodes for s in batch.sequences] == [min(n, 60) for n in (q > 0).sum(dim=1).tolist()]
 
 
 def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):

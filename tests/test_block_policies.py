@@ -10,6 +10,7 @@ from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
+from graft.bench.baselines.host_rounds import HostBatch
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
 from graft.request.stats import Clock
@@ -62,7 +63,8 @@ def likeliest_chain(drafter, model, text):
 
 def grown(engine, batch):
     """The chains of a round, without their roots, and who proposed their tokens; each must be a chain."""
-    result = engine.policy.grow(batch, batch.roots(), Clock())
+    rows = HostBatch(batch.sequences, batch.draft, engine.new_sampler(batch.sequences))
+    result = engine.policy.grow(rows, rows.roots(), Clock())
     tree, names = result.tree, engine.policy.sources
     chains, sources = [], []
     for row in range(len(tree.tokens)):

@@ -15,8 +15,8 @@ import plain_kernels
 from batches import opened
 from captured_parts import Small
 from graft import Engine, SamplingSettings
-from graft.engine.decode_loop import DecodeLoop
 from graft.engine.captured_rounds import CapturedRounds
+from graft.engine.decode_loop import DecodeLoop
 from graft.engine.device_rounds import DeviceRounds
 from graft.engine.flight import Flight
 from graft.engine.jobs import Job
@@ -206,6 +206,7 @@ def test_block_heads_draft_the_same_trees_on_the_device_as_on_the_host(
     there = dict(first_trees)
     first_trees.clear()
     with monkeypatch.context() as eager:
+        use_host(eager)
         host = block_heads.make_engine(model, policy, BlockDrafter(network, settings))
         host.generate_batch(PROMPTS, **options)
     for prompt in map(tuple, PROMPTS):
@@ -374,7 +375,7 @@ def test_engines_over_one_model_do_not_share_what_rounds_were_captured_over(on_d
 
 def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_device, monkeypatch):
     for name in ("_propose", "_finish"):
-        monkeypatch.setattr(f"graft.engine.device_rounds.DeviceRounds.{name}", lambda *given: None)
+        monkeypatch.setattr(f"graft.engine.captured_rounds.CapturedRounds.{name}", lambda *given: None)
     engine = Engine(tiny_model("llama").to(DEVICE), policy="graft")
     for _ in range(2):
         engine.capture_rounds(1, 40, SamplingSettings())  # a round in flight may add tokens beyond the first context

@@ -6,8 +6,9 @@ import pytest
 
 from graft import Engine
 from graft.bench.baselines import BASELINES
+from graft.bench.baselines.host_rounds import HostBatch
+from graft.engine.flight import Flight
 from graft.model import TargetRunner
-from graft.request.batch import Batch
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -82,20 +83,19 @@ def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
     assert seen[0] == seen[1]
 
 
-def test_grafts_hang_under_drafted_nodes_too():
+def test_grafts_hang_under_drafted_nodes_too(monkeypatch):
     """With a drafter whose tokens the text has seen, some accepted path goes from a drafted node to a retrieved one."""
     engine = engine_for("graft")
     sources = set()
-    grow = engine.policy.grow
+    tree_of = Flight.tree
 
-    def watched(batch, roots, clock):
-        draft_result = grow(batch, roots, clock)
-        tree = draft_result.tree
+    def watched(flight):
+        tree = tree_of(flight)
         above = tree.sources.gather(1, tree.parents)
         sources.update(zip(above[0].tolist(), tree.sources[0].tolist(), strict=True))
-        return draft_result
+        return tree
 
-    engine.policy.grow = watched
+    monkeypatch.setattr(Flight, "tree", watched)
     engine.generate(PROMPTS[0], **GREEDY)
     drafted = engine.policy.sources.index("drafted")
     assert any(above == drafted and below > drafted for above, below in sources)
@@ -105,7 +105,7 @@ def test_grafts_hang_under_drafted_nodes_too():
     "name", ["recycle", "paper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("root", "tail"))]
 )
 def test_isolated_rows_of_a_batch_do_what_each_would_alone(name, monkeypatch):
-    monkeypatch.setattr(Batch, "max_depth", 9)
+    monkeypatch.setattr(HostBatch, "max_depth", 9)
     alone = [engine_for(name, isolated=True).generate(prompt, **GREEDY).stats for prompt in PROMPTS]
     together = [g.stats for g in engine_for(name, isolated=True).generate_batch(PROMPTS, **GREEDY)]
     assert [s.rounds for s in together] == [s.rounds for s in alone]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,7 +43,9 @@ class CapturedRounds:
     contexts: tuple[int, ...] = (8192, 32768, 131072)  # few graphs suffice: a longer context costs a round little
 
     def __init__(self, rounds: DeviceRounds, adjustments: Adjustments) -> None:
-        self._rounds, self._target, self._policy = rounds, rounds.target, rounds.policy
+        # A proxy, so that both are freed with the engine.
+        self._rounds: DeviceRounds = weakref.proxy(rounds)
+        self._target, self._policy = rounds.target, rounds.policy
         self._drafter, self._memory, self._staging = rounds.drafter, rounds.memory, rounds.staging
         self._adjustments = adjustments
         self._reports = RoundReports(rounds.target.device, rounds.staging)
@@ -63,6 +66,8 @@ class CapturedRounds:
         choices: how their tokens may be chosen. longest: tokens of the longest text.
         """
         target, planner = self._target, self._rounds.planner
+        if self._drafter is not None and not hasattr(self._drafter, "run_passes"):
+            return
         most = padded(max_rows, ROWS)
         lengths = [*(context for context in target.contexts if context < longest), longest]
         with target.launching(target.step_sizes[-1]) as (buffers, tables):

@@ -7,6 +7,7 @@ chooses. They are the rounds of `DeviceRounds` in the same memory; only here the
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,7 +44,9 @@ class DirectRounds:
     """Runs direct rounds in the memory of an engine's device rounds."""
 
     def __init__(self, rounds: DeviceRounds, new_sampler: Callable[[Sequence[TokenSequence]], Sampler]) -> None:
-        self._rounds, self._target = rounds, rounds.target
+        # A proxy, so that both are freed with the engine.
+        self._rounds: DeviceRounds = weakref.proxy(rounds)
+        self._target = rounds.target
         self._choosers = Choosers(new_sampler)
 
     @torch.no_grad()
@@ -61,7 +64,8 @@ class DirectRounds:
         shape = RoundShape(padded_rows, plan.tokens)
         rounds.make_room(batch, chunks, shape)
         setups = num_setups_of(target, rounds.drafter)
-        marks = [new_mark(target.device) for _ in range(4)]
+        device = target.device
+        marks = [new_mark(device) for _ in range(4)]
         with target.launching(shape.tokens + num_prefill) as (inputs, tables):
             round = rounds.memory.with_texts_of(batch)
             known = [own or _UNKNOWN for own in draws.rows] if draws is not None else [_UNKNOWN] * num_rows
@@ -92,7 +96,7 @@ class DirectRounds:
             else:
                 is_open = [sequence.finish_reason is None for sequence in batch.sequences]
                 walk = walk_step(columns, starts, sizes, output.logits, chooser, is_open, MAX_TOKENS)
-                chosen = _walked(walk, starts, size, shape.rows, target.device)
+                chosen = _walked(walk, starts, size, shape.rows, device)
             round.finish(shape, inputs.columns, inputs.by_row, chosen, *learned)
             target.commit_moves(tables, round.moves(shape))
             marks[3].record()

@@ -7,6 +7,7 @@ round with a tree of one node. The loop around it (`decode_loop.py`) decides whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Rounds:
     ) -> None:
         self.target, self.policy, self.drafter = target, policy, drafter
         self.eos_token_ids = list(eos_token_ids)
+        self.new_sampler = partial(_sampler_of, target, self.eos_token_ids)
         self._device_rounds: tuple[Policy, DeviceRounds] | None = None
         self._is_prefilling = False  # whether the device may still be busy with a step that only prefills
 
@@ -120,17 +122,6 @@ class Rounds:
             cache.release()
             raise
 
-    def new_sampler(self, sequences: Sequence[TokenSequence]) -> Sampler:
-        return Sampler(
-            [s.settings for s in sequences],
-            [s.ids for s in sequences],
-            self.eos_token_ids,
-            self.target.vocab_size,
-            self.target.device,
-            [s.constraint for s in sequences],
-            [s.num_prompt_tokens for s in sequences],
-        )
-
     def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
         """The salt of a text's page hashes in the prefix cache. salt: common to the requests that may share pages."""
         # Texts that do not speculate have a salt of their own, because their pages lack the drafter's entries. A prompt
@@ -171,3 +162,16 @@ class Rounds:
     @property
     def num_setups(self) -> int:
         return num_setups_of(self.target, self.drafter)
+
+
+def _sampler_of(target: TargetRunner, eos_token_ids: Sequence[int], sequences: Sequence[TokenSequence]) -> Sampler:
+    """A sampler of these sequences as they are now."""
+    return Sampler(
+        [s.settings for s in sequences],
+        [s.ids for s in sequences],
+        eos_token_ids,
+        target.vocab_size,
+        target.device,
+        [s.constraint for s in sequences],
+        [s.num_prompt_tokens for s in sequences],
+    )
