@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-
 from graft.spec_decode.cost_model import StepCost, usual_shape
+
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK

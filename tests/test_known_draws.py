@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 import torch
+from graft.spec_decode.cost_model import StepCost, UnitCost, usual_shape
 from rich.console import Console
 from scipy.stats import chisquare
 from transformers.generation.logits_process import MinPLogitsWarper
@@ -22,7 +23,6 @@ from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.calibration import Calibration, by_noise
-from graft.spec_decode.cost_model import StepCost, UnitCost, usual_shape
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK

@@ -45,7 +45,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
-from graft.spec_decode.controller import Controller, Outcome, Plan
+from graft.spec_decode.planner import Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import DrafterOnDevice, PassesOnDevice, num_setups_of
 from graft.tree.device.pool import NUM_BUCKETS
@@ -73,8 +73,10 @@ class DeviceRounds:
 
     def __init__(self, target: CapturedTarget, policy: Policy, drafter: DrafterOnDevice | None) -> None:
         self._target, self.policy, self._drafter = target, policy, drafter
-        self.controller: Controller | None = policy.controller(target.size_for)
-        calibration = self._calibration = self.controller.calibration if self.controller is not None else None
+        self.planner = policy.planner
+        if self.planner is not None:
+            self.planner.padded = target.size_for
+        calibration = self._calibration = self.planner.calibration if self.planner is not None else None
         num_buckets = calibration.acceptance_probs.shape[2] if calibration is not None else 1
         numbers = {name: number for number, name in enumerate(policy.sources)}
         self._sources = Sources(
@@ -177,7 +179,7 @@ class DeviceRounds:
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             all_rows = [rows for rows in ROWS if rows <= min(most, round.max_rows)]
             shapes = [RoundShape(rows, size) for rows in all_rows for size in (rows, *self._planned_sizes(rows))]
-            limits = self.controller.pass_limits if self.controller is not None else [0]
+            limits = self.planner.pass_limits if self.planner is not None else [0]
             for number, shape in enumerate(shapes):
                 target.progress(
                     Report("graphs", number, len(shapes), f"rounds of {shape.rows} rows, {shape.tokens} tokens")
@@ -298,13 +300,13 @@ class DeviceRounds:
 
     def _plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
         speculates = any(sequence.speculates for sequence in batch.sequences)
-        if self.controller is None or not speculates:
+        if self.planner is None or not speculates:
             return Plan(padded_rows, 0, ())
-        return self.controller.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
+        return self.planner.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
     def _sizes(self, num_rows: int, padded_rows: int, num_prefill: int) -> list[int]:
         """Sizes of steps with trees, prompt tokens not counted."""
-        if self.controller is None:
+        if self.planner is None:
             return []
         # Trees may enlarge a step up to MAX_TREE_TOKENS. If prompts fill more than that, trees only use its padding.
         room = max(self._target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
@@ -314,10 +316,10 @@ class DeviceRounds:
     def _planned_sizes(self, padded_rows: int) -> list[int]:
         """Sizes of steps with trees that may be planned for `padded_rows` rows, which include padding."""
         sizes = self._sizes(padded_rows, padded_rows, 0)
-        if self.controller is None or self.controller.fixed is None or not sizes:
+        if self.planner is None or self.planner.fixed is None or not sizes:
             return sizes
         # With fewer rows or beside a prompt, rounds are smaller.
-        return [size for size in sizes if size <= self.controller.fixed_size(padded_rows, sizes)]
+        return [size for size in sizes if size <= self.planner.fixed_size(padded_rows, sizes)]
 
     def _slots_ahead(self, shape: RoundShape) -> int:
         drafted = self._drafter.num_slots if self._drafter is not None else 0
@@ -384,7 +386,7 @@ class DeviceRounds:
         here, loaded = next(self._staged)
         loaded.wait()
         inputs = {name: part.numpy() for name, part in round.inputs_in(here).items()}
-        count, fixed = len(rows), self.controller.fixed if self.controller is not None else None
+        count, fixed = len(rows), self.planner.fixed if self.planner is not None else None
         most = min(shape.cap, fixed) if fixed is not None else shape.cap
         settings = [sequence.settings for sequence in sequences]
         by_row = {
@@ -407,7 +409,7 @@ class DeviceRounds:
             inputs[name][count:] = -1 if name == "caps" else 0
         inputs["total"][0] = max(shape.tokens - count, 0)
         inputs["drafts"][0] = plan.max_passes > 0
-        if self.controller is not None:
+        if self.planner is not None:
             inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
         if self._calibration is not None:
             inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
@@ -564,7 +566,7 @@ class DeviceRounds:
         seconds = [seconds_between(*pair) for pair in ((before, proposed), (proposed, verified), (verified, finished))]
         for phase, own in zip(("propose", "verify", "accept"), seconds, strict=True):
             clock.seconds[phase] += own
-        if self.controller is None:
+        if self.planner is None:
             return
         pause = seconds_between(ended, before) if ended is not None else 0.0
         is_usual = flight.is_usual and 0 <= pause < seconds[1]
@@ -572,7 +574,7 @@ class DeviceRounds:
         cap = shape.cap
         paths = found["paths"][: shape.rows * cap].reshape(shape.rows, cap)[:num_rows]
         rest = seconds[2] + pause + (seconds[0] if shape.is_plain else 0.0)
-        self.controller.learn(
+        self.planner.learn(
             Outcome(
                 num_rows=num_rows,
                 is_plain=shape.is_plain,
@@ -581,7 +583,7 @@ class DeviceRounds:
                 paths=paths.copy(),
                 num_nodes=found["num_nodes"][:num_rows].copy(),
                 nodes=nodes,
-                needs=tree.score_bucket.numpy(),
+                needs=tree.score_bucket.numpy()[:, 1:],
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
                 kinds=flight.kinds,

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from graft.bench.baselines.native import keep_best
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.policies.graft import Graft
@@ -74,8 +74,8 @@ class WithoutCalibration(Grafter):
 class WithoutPruning(Grafter):
     """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
-    def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
-        super().__init__(vocab_size, num_passes, replace(settings, passes=num_passes), step)
+    def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, *rest: Any) -> None:
+        super().__init__(vocab_size, num_passes, replace(settings, passes=num_passes), *rest)
 
 
 class WithoutMerging(Grafter):

@@ -6,7 +6,7 @@ The base class keeps the drafter and the retrievers up to date, in the same way 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from graft.model.noise import ComingDraws
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.controller import Controller
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, Learner, TargetTopK, salt_of
 from graft.spec_decode.proposers.drafter import Drafter, DraftState
@@ -49,7 +49,8 @@ class Policy(ABC):
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
-    runs_on_device = False  # whether its rounds can be device rounds; see `controller`
+    runs_on_device = False  # whether its rounds can be device rounds
+    planner: Planner | None = None  # of rounds with trees; None: device rounds are plain
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -64,13 +65,6 @@ class Policy(ABC):
 
     def measure(self) -> None:  # noqa: B027 - optional
         """Measure, once, costs that would otherwise be learned from rounds. A server does so at start-up."""
-
-    def controller(self, padded: Callable[[int], int]) -> Controller | None:
-        """The planner of device rounds; None: they are plain.
-
-        padded: from a number of tokens to the size of their step.
-        """
-        return None
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:

@@ -6,7 +6,7 @@ The decisions are in `grafter`, which does not depend on an engine. This policy 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,12 +15,12 @@ from graft.model import KVCache, TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.controller import Controller
-from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
 from graft.spec_decode.grafter import Grafter, Round
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, DraftState, num_setups_of
+from graft.spec_decode.step_times import StepTimes, time_pass, time_step, usual_shape
 from graft.tree.tree import DraftTree
 
 
@@ -43,12 +43,12 @@ class Graft(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter, self._target = drafter, target
         self.isolated = settings.isolated
-        shape = usual_shape(getattr(getattr(target, "device", None), "type", "cpu"))
-        step = StepCost(getattr(target, "step_sizes", ()), shape)
+        device = getattr(getattr(target, "device", None), "type", "cpu")
+        steps = StepTimes(getattr(target, "step_sizes", ()), usual_shape(device))
         num_passes = drafter.max_passes if drafter is not None else 0
-        self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, step)
+        self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, steps, device == "cpu")
         self.retrievers, self.sources = self.grafter.retrievers, self.grafter.sources
-        self.budget = self.grafter.budget
+        self.planner: Planner = self.grafter.planner
         self._round: Round | None = None  # the current one; None if plain
         self._num_prefill_tokens = 0  # in the current step
         self._setups_before = 0
@@ -59,21 +59,17 @@ class Graft(Policy):
     def runs_on_device(self) -> bool:  # type: ignore[override]
         return self.grafter.runs_on_device and self.grafter.settings.datastore is None
 
-    def controller(self, padded: Callable[[int], int]) -> Controller:
-        grafter = self.grafter
-        return Controller(grafter.budget, grafter.calibration, grafter.path_calibration, padded)
-
     def prepare(self) -> None:
-        budget = self.budget
-        if budget.fixed is not None and budget.pass_cost is None:
+        planner = self.planner
+        if planner.fixed is not None and planner.pass_cost is None:
             seconds = time_pass(self.drafter, self._target) if self.drafter is not None else 0.0
-            budget.pass_cost = seconds / time_step(self._target, budget.fixed + 1)
+            planner.pass_cost = seconds / time_step(self._target, planner.fixed + 1)
 
     def measure(self) -> None:
-        if self.grafter.adapts and not self.budget.step.is_known:
-            self.budget.step.measure(self._target)
+        if self.grafter.adapts and not self.planner.steps.is_known:
+            self.planner.steps.measure(self._target)
             if self.drafter is not None:
-                self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
+                self.planner.proposing.set(1, {0: 0.0, 1: time_pass(self.drafter, self._target)})
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
         self._ended = 0.0  # prefill and idle time do not count as a round's
@@ -82,16 +78,14 @@ class Graft(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         self._num_prefill_tokens = batch.num_prefill_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
-        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
+        most = MAX_BUDGET if self.planner.fixed is None else self.planner.fixed
         caps = [most if sequence.speculates else 0 for sequence in batch.sequences]
         limits = (batch.max_depth, batch.num_prefill_tokens)
-        if not self.grafter.may_begin(caps, *limits):
-            self._round = None
-            return DraftResult.without_drafts(DraftTree.roots(roots))
         draws = self.coming_draws(batch)
         with clock("graft"):
             round = self._round = self.grafter.begin(roots, batch.sequences, caps, *limits, draws=draws)
-        assert round is not None
+        if round is None:
+            return DraftResult.without_drafts(DraftTree.roots(roots))
         if self.drafter is not None:
             passes = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level, draws=draws)
             with clock("draft"):
