@@ -118,7 +118,7 @@ def test_trees_of_the_device_give_the_same_texts(on_device, monkeypatch, tempera
     options = {"max_new_tokens": 8, "temperature": temperature, "seed": 5}
     drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
     engine = Engine(model, policy="graft", drafter=drafter, budget=6)
-    engine.policy.budget.pass_cost = 0.0
+    engine.policy.planner.pass_cost = 0.0
     answers = engine.generate_batch(PROMPTS, **options)
     assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
     for stats in (answer.stats for answer in answers):
@@ -184,7 +184,7 @@ def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeyp
     options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}
     drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
     engine = Engine(model, policy=f"graft-without-{what}", drafter=drafter, budget=6)
-    engine.policy.budget.pass_cost = 0.0
+    engine.policy.planner.pass_cost = 0.0
     answers = engine.generate_batch(PROMPTS, **options)
     assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
     assert all("propose" in answer.stats.seconds_by_phase for answer in answers)
@@ -410,7 +410,7 @@ def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_
     monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
     rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
     for num_rows, num_prefill in itertools.product(range(5, 9), (0, 100, 300, 450, 2000)):
-        plan = rounds.controller.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
+        plan = rounds.planner.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
         assert plan.tokens in (8, *rounds._planned_sizes(8))
 
 

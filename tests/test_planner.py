@@ -145,6 +145,7 @@ class Row:
         before = np.concatenate([[1.0], np.cumprod(steps)[:-1]])
         beside = np.outer(before * (1 - steps), [0.3, 0.15, 0.08]).ravel()
         paths = np.concatenate([before * steps, beside, 0.25 * 0.93 ** np.arange(91)])
+        paths *= 1 - 1e-5 * rng.random(len(paths))  # no ties, of which more would be verified than fit
         needs = np.concatenate([np.arange(1, 10), np.repeat(np.arange(1, 10), 3), np.zeros(91, dtype=np.int64)])
         depth = int((rng.random(9) < steps**1.2).cumprod().sum())
         accepted = list(range(depth))
@@ -413,6 +414,12 @@ def test_places_that_are_padded_anyway_cost_nothing():
 def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
     one = seeing(timed(StepTimes((), usual_shape("cuda")), 2))
     assert one.choose(np.full((2, 127), 0.9, dtype=np.float32), [0, 0], 0) == 2, "a step of twice as many tokens"
+
+
+def test_nodes_and_all_other_tokens_fit_the_largest_step():
+    one, paths = seeing(timed(StepTimes((1, 4, 16), usual_shape("cuda")), 16)), np.full((10, 9), 0.9, np.float32)
+    given = ((3, 0), (3, 5), (3, 13), (10, 9))
+    assert [one.choose(paths[:rows], [0] * rows, prefill) for rows, prefill in given] == [13, 8, 0, 0]
 
 
 def test_without_step_times_rounds_are_plain():

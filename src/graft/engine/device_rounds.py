@@ -165,7 +165,7 @@ class DeviceRounds:
         )
 
     def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
-        """Capture the graphs of all rounds and steps that the controller may plan for up to `max_rows` rows.
+        """Capture the graphs of all rounds and steps that the planner may plan for up to `max_rows` rows.
 
         choices: how their tokens may be chosen. longest: tokens of the longest text.
         """

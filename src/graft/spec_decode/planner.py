@@ -23,7 +23,7 @@ from torch import Tensor
 from graft.model.noise import NUM_KINDS
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
-from graft.spec_decode.step_times import TRIED, StepTimes, TimesByRows, row_class
+from graft.spec_decode.step_times import StepTimes, TimesByRows, row_class
 
 WASTE = 0.01  # share of the time that trying in vain may cost
 WEIGHT = 0.05  # of each new round in running means: a text is known after some twenty rounds
@@ -220,8 +220,13 @@ class Planner:
         return self.proposing.at(num_rows, USUAL_PASS_COST * self._step_seconds(num_rows))[1]
 
     def _is_near(self, num_tokens: int, base: int) -> bool:
-        """Whether a step is not far larger than a plain one and those that were timed; else its time is a guess."""
-        return self.padded(num_tokens) <= TRIED * max(self.steps.largest, base)
+        """Whether a step is at most one size larger than a plain one and all that were timed; else its time is a guess.
+
+        base: tokens of the plain step.
+        """
+        sizes = self.steps.sizes
+        next_size = bisect_right(sizes, self.padded(max(self.steps.largest, base)))
+        return self.padded(num_tokens) <= sizes[min(next_size, len(sizes) - 1)]
 
     def _tokens(self, kinds: Sequence[int], size: int) -> float:
         """Expected tokens of a round with this size."""

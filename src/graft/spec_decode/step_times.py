@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 RECENT = 5  # observations whose median counts: two slow ones change nothing
 FORGOTTEN = 200  # rounds after which a size that is not tried is unknown again: its two new tries cost at most 1 %
 LEVEL_WEIGHT = 0.1  # of each round in the common level of all sizes; a busy machine is noticed within ten rounds
-TRIED = 2.0  # a step may have at most so many times the tokens of the largest that was timed; all above are guesses
 TOO_SLOW = 4.0  # a step that takes so many plain steps can hardly pay, so larger ones are not measured
 # Without padding, times are kept for these sizes and interpolated between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
