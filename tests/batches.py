@@ -11,7 +11,7 @@ from graft.engine import Engine, PrefillChunk
 from graft.model.decoder_layers import layers_of
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
-from graft.spec_decode.controller import Plan
+from graft.spec_decode.planner import Plan
 from graft.spec_decode.policies import MAX_BUDGET
 
 

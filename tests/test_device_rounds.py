@@ -106,7 +106,7 @@ def test_trees_of_the_device_give_the_same_texts(on_device, monkeypatch, tempera
     options = {"max_new_tokens": 8, "temperature": temperature, "seed": 5}
     drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
     engine = Engine(model, policy="graft", drafter=drafter, budget=6)
-    engine.policy.budget.pass_cost = 0.0
+    engine.policy.planner.pass_cost = 0.0
     answers = engine.generate_batch(PROMPTS, **options)
     assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
     for stats in (answer.stats for answer in answers):
@@ -170,7 +170,7 @@ def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeyp
     options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}
     drafter = Drafter(make_head(model).to(DEVICE), SMALL_TREE)
     engine = Engine(model, policy=f"graft-without-{what}", drafter=drafter, budget=6)
-    engine.policy.budget.pass_cost = 0.0
+    engine.policy.planner.pass_cost = 0.0
     answers = engine.generate_batch(PROMPTS, **options)
     assert [answer.ids for answer in answers] == plain_ids(model, PROMPTS, monkeypatch, **options)
     assert all("propose" in answer.stats.seconds_by_phase for answer in answers)

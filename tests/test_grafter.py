@@ -8,17 +8,17 @@ import sys
 import pytest
 import torch
 
-from graft.spec_decode.cost_model import StepCost, usual_shape
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
+from graft.spec_decode.step_times import StepTimes, usual_shape
 from graft.tree.candidates import Level
 from graft.tree.tree import DraftTree
 from proposers import Text, paths
 from tree_strategies import path_of
 
 VOCAB = 50
-DOOR = ("grafter", "acceptance", "calibration", "budget", "proposers")
+DOOR = ("grafter", "acceptance", "calibration", "planner", "step_times", "proposers")
 
 
 def test_grafter_imports_neither_transformers_nor_our_engine_and_the_plugin_no_sglang():
@@ -98,8 +98,8 @@ def plain_text(count):
 @pytest.mark.parametrize("budget", [None, 12])
 @pytest.mark.parametrize("passes", [0, 4])
 def test_grafter_alone_gives_the_plain_text_in_fewer_rounds(passes, budget):
-    step = StepCost((1, 8, 16, 32), usual_shape("cuda"))
-    grafter = Grafter(VOCAB, passes, PolicySettings(budget=budget, pass_cost=0.03), step)
+    steps = StepTimes((1, 8, 16, 32), usual_shape("cuda"))
+    grafter = Grafter(VOCAB, passes, PolicySettings(budget=budget, pass_cost=0.03), steps)
     ids, rounds = decode(grafter, 40, passes)
     assert ids == plain_text(len(ids)) and len(ids) > 9 + 2 * 40
     assert all(tree.width <= 32 for tree, _, _ in rounds)
@@ -111,8 +111,8 @@ def test_grafter_alone_gives_the_plain_text_in_fewer_rounds(passes, budget):
 
 def test_a_grafter_restores_what_another_has_learned():
     def fresh():
-        step = StepCost((1, 8, 16, 32), usual_shape("cuda"))
-        return Grafter(VOCAB, 4, PolicySettings(budget=12, pass_cost=0.03), step)
+        steps = StepTimes((1, 8, 16, 32), usual_shape("cuda"))
+        return Grafter(VOCAB, 4, PolicySettings(budget=12, pass_cost=0.03), steps)
 
     first, second = fresh(), fresh()
     decode(first, 40, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.calibration import Calibration, by_noise
-from graft.spec_decode.cost_model import StepCost, UnitCost, usual_shape
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
@@ -31,6 +31,7 @@ from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.spec_decode.step_times import StepTimes, usual_shape
 from graft.tree.candidates import Candidates, Level
 from graft.tree.native import native
 from proposers import Text, paths
@@ -333,13 +334,13 @@ def test_what_cannot_be_drawn_is_never_proposed(temperature):
 
 
 def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
-    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.1), UnitCost())
+    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.1), StepTimes())
     text = Text([3, 2, 1], 3)
     before = grafter.calibration.acceptance_probs.clone()
     for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
         round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
         level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-        grafter.goes_on = lambda num_done, reach, going, kinds: [num_done == 0 for _ in going]
+        grafter.goes_on = lambda round, num_done, reach, going: [num_done == 0 for _ in going]
         grafter.draft(round, iter([[level]]), 1)
         tree = grafter.graft(round)
         grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
@@ -349,18 +350,18 @@ def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
 
 def adaptive_grafter():
     """A grafter that chooses its budget, with known step times: nodes cost nothing, and passes little."""
-    step = StepCost((), usual_shape("cuda"))
+    steps = StepTimes((), usual_shape("cuda"))
     for _ in range(4):
         for num_tokens in (1, 2, 4, 8, 16):
-            step.observe(num_tokens, 1.0)
-    return Grafter(VOCAB, 2, PolicySettings(), step)
+            steps.observe(num_tokens, 1.0)
+    return Grafter(VOCAB, 2, PolicySettings(), steps)
 
 
 def run_round(grafter, draws):
     """A round with one drafted node, which is accepted."""
     round = grafter.begin(torch.tensor([1]), [Text([3, 2, 1], 3)], [4], 3, draws=draws)
     level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-    grafter.goes_on = lambda num_done, reach, going, kinds: [num_done == 0 for _ in going]
+    grafter.goes_on = lambda round, num_done, reach, going: [num_done == 0 for _ in going]
     grafter.draft(round, iter([[level]]), 1)
     tree = grafter.graft(round)
     assert tree.num_nodes == [1]
@@ -373,27 +374,30 @@ def test_what_rows_of_one_kind_teach_about_paths_and_passes_does_not_change_the_
         before = grafter.state()
         run_round(grafter, draws)
         after = grafter.state()
-        for name in ("paths/hoped", "paths/came", "prospect/gain"):
+        for name in ("paths/hoped", "paths/came"):
             is_other = (after[name] != before[name]).view(4, -1).any(dim=1)
             assert is_other.tolist() == [own == kind for own in range(4)], name
+        known = [row.tolist() for row in before.get("planner/passes", ())]
+        changed = [row for row in after["planner/passes"].tolist() if row not in known]
+        assert [row[0] for row in changed] == [kind], "gains of passes"
 
 
 def test_draft_passes_are_made_by_what_they_brought_to_rows_of_the_same_kind():
-    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.2), UnitCost())
+    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.2), StepTimes())
     for _ in range(100):  # passes of greedy rows bring much, those of sampled rows nothing
         for kind, value in ((0, 1.0), (3, 0.0)):
-            grafter.budget.passes.of(1, [kind]).observe([1.0, 0.8], [0.0, value, 2 * value])
-    assert grafter.goes_on(0, [1.0, 1.0], [True, True], [0, 3]) == [True, False]
-    grafter.restore(grafter.state())
-    assert grafter.goes_on(0, [1.0, 1.0], [True, True], [0, 3]) == [True, False]
+            grafter.planner._known_passes([kind, kind]).observe([1.0, 0.8], [0.0, value, 2 * value], 4)
+    for _ in range(2):
+        round = SimpleNamespace(kinds=[0, 3], retrieved=0.0)
+        assert grafter.goes_on(round, 0, [1.0, 1.0], [True, True]) == [True, False]
+        grafter.restore(grafter.state())
 
 
 def test_a_state_that_knows_greedy_rows_alone_is_still_restored():
-    grafter = Grafter(VOCAB, 2, PolicySettings(), UnitCost())
+    grafter = Grafter(VOCAB, 2, PolicySettings(), StepTimes())
     state = grafter.state()
     old = {key: value[:, :3, :32] * 2 if key.startswith("calibration/") else value for key, value in state.items()}
     old |= {key: value[:12] * 3 for key, value in state.items() if key.startswith("paths/")}
-    old |= {key: value[0] * 5 for key, value in state.items() if key.startswith("prospect/")}
     grafter.restore(old)
     new = grafter.state()
     for key in (key for key in state if key.startswith("calibration/")):
@@ -401,7 +405,6 @@ def test_a_state_that_knows_greedy_rows_alone_is_still_restored():
         assert torch.equal(new[key][:, 3:], state[key][:, 3:]), "sampled rows begin with their priors"
     assert torch.equal(new["paths/hoped"][:12], state["paths/hoped"][:12] * 3)
     assert torch.equal(new["paths/hoped"][12:], state["paths/hoped"][12:])
-    assert torch.equal(new["prospect/gain"], state["prospect/gain"] * 5), "the best guess for sampled rows, too"
 
 
 # What a user sees

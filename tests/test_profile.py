@@ -82,7 +82,7 @@ def test_costs_do_not_overrule_a_budget(tuned, tmp_path):
     tuned.save(tmp_path / "p.safetensors")
     engine = Engine(tiny_model(num_hidden_layers=6), drafter=engine_for(head=0).drafter, budget=5)
     equip(engine, tmp_path / "p.safetensors")
-    assert engine.policy.costs() == {} and engine.policy.budget.plain_seconds(1) == 1.0
+    assert engine.policy.costs() == {} and engine.policy.planner.plain_seconds(1) == 1.0
 
 
 @cache
@@ -112,7 +112,7 @@ def test_parts_of_a_profile_that_the_policy_does_not_know_are_ignored(tuned, tmp
 def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
     profile = tune(engine_for(head=0), PROMPTS, max_new_tokens=24, portable=True)
     assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
-    assert {key.split("/")[0] for key in profile.state} == {"calibration", "prospect", "adjacency"}
+    assert {key.split("/")[0] for key in profile.state} == {"calibration", "planner", "adjacency"}
     profile.save(profiles.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")

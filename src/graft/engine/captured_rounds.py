@@ -29,7 +29,7 @@ from graft.model.kernels import draw as draw_kernels
 from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.stats import Clock
-from graft.spec_decode.controller import Plan
+from graft.spec_decode.planner import Plan
 from graft.spec_decode.proposers.drafter import PassesOnDevice, num_setups_of
 from graft.tree.device.round import DeviceRound, RoundShape
 

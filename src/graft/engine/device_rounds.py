@@ -26,8 +26,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
-from graft.spec_decode.controller import Controller, Outcome, Plan
-from graft.spec_decode.host_controller import HostController
+from graft.spec_decode.planner import Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.tree.device.buffers import Ranked
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape
@@ -55,17 +54,17 @@ class DeviceRounds:
         self.target: Any = target
         self.policy = policy
         self.drafter: Any = policy.drafter
-        self._controller = policy.controller(target.size_for)
-        self._host_controller = HostController(self._controller) if self._controller is not None else None
-        calibration = self._calibration = self._controller.calibration if self._controller is not None else None
+        self.planner = planner = policy.planner
+        if planner is not None:
+            planner.padded = target.size_for
+        self._calibration = planner.calibration if planner is not None else None
         self.staging = Staging(target.device)
         adjustments: Any = None
         if target.is_captured:
             from graft.engine.adjustments import Adjustments  # needs Triton
 
             adjustments = Adjustments(target.device, target.vocab_size, self.staging)
-        fixed = self._controller.fixed if self._controller is not None else None
-        self.memory = RoundMemory(target, policy, calibration, fixed, self.staging, adjustments)
+        self.memory = RoundMemory(target, policy, self.staging, adjustments)
         self._direct = DirectRounds(self, new_sampler)
         self.captured: CapturedRounds | None = None
         if target.is_captured:
@@ -74,11 +73,6 @@ class DeviceRounds:
             self.captured = CapturedRounds(self, adjustments)
         self._flight: Flight | None = None
         self._ended: Any = None  # the mark at the end of the previous round
-
-    @property
-    def planner(self) -> Controller | None:
-        """What plans the rounds; None: they are plain."""
-        return self._controller if self.target.is_captured else self._host_controller
 
     @property
     def is_calibrated(self) -> bool:
@@ -168,6 +162,7 @@ class DeviceRounds:
     def plan(self, batch: Batch, kinds: Sequence[int], padded_rows: int, num_prefill: int) -> Plan:
         if self.planner is None or not self.learns(batch.sequences):
             return Plan(padded_rows, 0, ())
+        self.planner.sees_candidates = not self.target.is_captured
         return self.planner.plan(kinds, padded_rows, self._sizes(len(kinds), padded_rows, num_prefill), num_prefill)
 
     @staticmethod
@@ -177,8 +172,8 @@ class DeviceRounds:
 
     def choose_total(self, round: DeviceRound, kinds: Sequence[int], num_prefill: int, ranked: Ranked) -> None:
         """Choose how many nodes of all rows together are verified, now that the round's candidates are known."""
-        if self._host_controller is not None:
-            total = self._host_controller.choose(ranked.paths.cpu().numpy(), kinds, num_prefill)
+        if self.planner is not None:
+            total = self.planner.choose(ranked.paths[: len(kinds)].cpu().numpy(), kinds, num_prefill)
             round.inputs["total"].clamp_(max=total)
 
     def make_room(self, batch: Batch, chunks: Sequence[Chunk], shape: RoundShape) -> int:
@@ -199,7 +194,8 @@ class DeviceRounds:
             return []
         most = num_rows * (1 + RoundShape(padded_rows, 0).cap)
         if not self.target.is_captured:
-            return [min(most, MAX_TREE_TOKENS)]
+            most = min(most, MAX_TREE_TOKENS - num_prefill)
+            return [most] if most > num_rows else []
         # Trees may enlarge a step up to MAX_TREE_TOKENS. If prompts fill more than that, trees only use its padding.
         room = max(self.target.size_for(padded_rows + num_prefill), MAX_TREE_TOKENS) - num_prefill
         most = min(room, most)
@@ -308,12 +304,12 @@ class DeviceRounds:
             Outcome(
                 num_rows=num_rows,
                 is_plain=shape.is_plain,
-                tokens=shape.tokens,
+                tokens=flight.num_tokens,
                 num_prefill_tokens=flight.num_prefill_tokens,
                 paths=paths.copy(),
                 num_nodes=found["num_nodes"][:num_rows].copy(),
                 nodes=nodes,
-                needs=tree.score_bucket.numpy(),
+                needs=flight.needs if flight.needs is not None else tree.score_bucket.numpy()[:, 1:],
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
                 kinds=flight.kinds,
@@ -321,7 +317,7 @@ class DeviceRounds:
                 fitted=found["fitted"],
                 propose_seconds=seconds[0] if is_usual else 0.0,
                 step_seconds=seconds[1] if is_usual else 0.0,
-                rest_seconds=rest if is_usual else 0.0,
-                draft_seconds=flight.draft_seconds,
+                rest_seconds=rest if is_usual else None,
+                retrieved=flight.retrieved,
             )
         )

@@ -6,7 +6,6 @@ chooses. They are the rounds of `DeviceRounds` in the same memory; only here the
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,10 +28,10 @@ from graft.model.step import Part
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.acceptance import walk_step
-from graft.spec_decode.controller import Plan
+from graft.spec_decode.planner import Plan
 from graft.spec_decode.proposers.drafter import num_setups_of
 from graft.spec_decode.proposers.host_passes import add_passes
-from graft.tree.device.round import MAX_TOKENS, AddLevel, RoundShape, Walked
+from graft.tree.device.round import MAX_TOKENS, AddLevel, DeviceRound, RoundShape, Walked
 
 if TYPE_CHECKING:
     from graft.engine.device_rounds import DeviceRounds
@@ -71,7 +70,7 @@ class DirectRounds:
             known = [own or _UNKNOWN for own in draws.rows] if draws is not None else [_UNKNOWN] * num_rows
             rounds.memory.load(round, batch.sequences, rows, known, shape, plan)
             marks[0].record()
-            passes = _Passes(rounds, batch, draws, shape, max_depth, plan.max_passes, round.made)
+            passes = _Passes(rounds, batch, draws, shape, max_depth, plan.max_passes, round, kinds)
             longest = max(row.length for row in rows) + 1
             choose = None if is_padded else partial(rounds.choose_total, round, kinds, num_prefill)
             draft = passes if plan.max_passes else None
@@ -107,7 +106,9 @@ class DirectRounds:
         is_usual = setups == num_setups_of(target, rounds.drafter)
         of_rows = (list(batch.sequences), list(rows), [None] * num_rows, kinds)
         flight = Flight(*of_rows, shape, num_prefill, results.parts, marks, results.event, is_usual)
-        flight.draft, flight.draft_seconds = batch.draft, passes.seconds
+        flight.draft, flight.size, flight.retrieved = batch.draft, size, passes.retrieved
+        if draft is not None:
+            flight.needs = round.needs(shape)[:num_rows].cpu().numpy()
         if batch.draft is not None or any(sequence.settings.logprobs is not None for sequence in batch.sequences):
             flight.verified = _output_of(output, columns, starts, sizes)
         if not shape.is_plain and any(sequence.is_recorded for sequence in batch.sequences):
@@ -132,19 +133,32 @@ class _Passes:
         shape: RoundShape,
         max_depth: int,
         max_passes: int,
-        made: Tensor,
+        round: DeviceRound,
+        kinds: Sequence[int],
     ) -> None:
         self._rounds, self._batch, self._draws = rounds, batch, draws
-        self._shape, self._max_depth, self._max_passes, self._made = shape, max_depth, max_passes, made
-        self.seconds = 0.0
+        self._shape, self._max_depth, self._max_passes = shape, max_depth, max_passes
+        self._round, self._kinds = round, kinds
+        self.retrieved: float | None = None  # see `Outcome`
 
     def __call__(self, add_level: AddLevel) -> None:
-        start, drafter, batch = time.perf_counter(), self._rounds.drafter, self._batch
+        drafter, batch, made = self._rounds.drafter, self._batch, self._round.made
+        self._plan()
         keep = self._rounds.policy.kept_of_a_level
         passes = drafter.passes(batch.draft, batch.roots(), keep=keep, draws=self._draws)
         sizes = drafter.level_sizes(self._shape.rows)[: self._max_passes]
-        add_passes(passes, self._made, sizes, self._shape.rows, self._max_depth, add_level)
-        self.seconds = time.perf_counter() - start
+        add_passes(passes, made, sizes, self._shape.rows, self._max_depth, add_level)
+
+    def _plan(self) -> None:
+        """Choose the thresholds of the passes, now that the copies below the roots are known."""
+        planner, num_rows = self._rounds.planner, len(self._kinds)
+        if planner is None or not planner.sees_candidates:
+            return
+        if planner.fixed is None:
+            self.retrieved = self._round.retrieved(self._shape) / num_rows
+        thresholds = planner.thresholds(self._kinds, (), self.retrieved)
+        self._round.inputs["thresholds"][: len(thresholds)].copy_(torch.tensor(thresholds))
+        self._round.made[0] = num_rows > thresholds[0]
 
 
 def _are_greedy(batch: Batch) -> bool:

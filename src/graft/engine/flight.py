@@ -36,10 +36,17 @@ class Flight:
     is_usual: bool  # False if a graph was captured meanwhile: then its time says nothing about other rounds
     adjusted: Adjusted | None = None  # captured rounds only
     report: Report | None = None  # what some rows want to know
-    # Direct rounds only: what log-probabilities come from and the drafter learns from, its state, and its seconds.
+    # Direct rounds only: what log-probabilities come from and the drafter learns from, and its state.
     verified: VerifyOutput | None = None
     draft: Any = None
-    draft_seconds: float = 0.0
+    size: int | None = None  # tokens of the trees; None: those of the shape
+    needs: np.ndarray | None = None  # [rows, cap] draft passes that each of the likeliest nodes needed
+    retrieved: float | None = None  # see `Outcome`
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the trees in the step, with padding."""
+        return self.shape.tokens if self.size is None else self.size
 
     def logprobs(self) -> Logprobs | None:
         return self.report.logprobs(self.results["num_nodes"][: len(self.rows)]) if self.report is not None else None

@@ -17,8 +17,7 @@ from graft.model.kv_cache import PAGE, PagePool
 from graft.model.noise import NUM_KINDS, RowDraws, share_powers
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
-from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.controller import Plan
+from graft.spec_decode.planner import Plan
 from graft.spec_decode.policies import Policy
 from graft.tree.device.buffers import NUM_BUCKETS, barred_numbers
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
@@ -44,17 +43,15 @@ class RoundMemory:
         self,
         target: TargetRunner,
         policy: Policy,
-        calibration: Calibration | None,
-        most_nodes: int | None,
         staging: Staging,
         adjustments: Any,
     ) -> None:
-        """calibration: None: the drafter's q is the acceptance probability. most_nodes: of a row; None: no limit.
-
-        adjustments: see `Adjustments`; None where none are captured.
-        """
+        """adjustments: see `Adjustments`; None where none are captured."""
         self._target: Any = target
-        self._policy, self._calibration, self._most_nodes = policy, calibration, most_nodes
+        self._policy, planner = policy, policy.planner
+        # None: the drafter's q is the acceptance probability.
+        calibration = self._calibration = planner.calibration if planner is not None else None
+        self._most_nodes = planner.fixed if planner is not None else None  # of a row; None: no limit
         self._staging, self._adjustments = staging, adjustments
         numbers = {name: number for number, name in enumerate(policy.sources)}
         self.sources = Sources(

@@ -15,6 +15,7 @@ from ctypes import Array, byref
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -349,6 +350,12 @@ class Candidates:
         self._native.graft_values_by_need(self.ref, max_passes, *options, ratios, values)
         return values[:]
 
+    def expected_chain(self) -> float:
+        """Expected accepted tokens of the likeliest candidate of each depth, summed over rows and depths."""
+        paths, depths = self._paths[:, 1 : self.width], self._fields[Nodes._fields.index("depths"), :, 1 : self.width]
+        by_depth = torch.zeros(self.num_rows, self._struct.deepest + 1).scatter_reduce_(1, depths, paths, "amax")
+        return float(by_depth.sum())
+
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
         """By row, the nodes whose continuations retrievers look up.
 
@@ -407,6 +414,16 @@ class Ranking:
 
     def __len__(self) -> int:
         return len(self.gains)
+
+    def paths_and_needs(self) -> tuple[np.ndarray, np.ndarray]:
+        """[B, n] path probabilities of each row's ranked nodes, 0 where it has fewer; draft passes that they need."""
+        candidates = self._candidates
+        nodes = np.array(self._nodes, dtype=np.int64).reshape(candidates.num_rows, -1)
+        counts = np.bincount(np.array(self._rows[: len(self)], dtype=np.int64), minlength=candidates.num_rows)
+        nodes = np.where(np.arange(nodes.shape[1]) < counts[:, None], nodes, 0)
+        needs = candidates._fields[Nodes._fields.index("needs")].numpy()
+        paths = np.take_along_axis(candidates._paths.numpy(), nodes, 1)
+        return np.where(nodes > 0, paths, 0), np.take_along_axis(needs, nodes, 1)
 
     def tree(self, max_depth: int, count: int | None = None) -> tuple[DraftTree, Tensor]:
         """The tree [B, W] of the roots and the first `count` nodes (None: all), and path probabilities [B, W].

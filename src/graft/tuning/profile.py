@@ -167,7 +167,7 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 def _is_general(key: str) -> bool:
     """Whether a part of a state holds no tokens of texts, such as acceptance probabilities."""
-    return key.startswith(("calibration/", "paths/", "prospect/"))
+    return key.startswith(("calibration/", "paths/", "planner/"))
 
 
 def _candidates() -> list[Path]:

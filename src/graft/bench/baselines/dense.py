@@ -1,6 +1,6 @@
 """dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same with gates that stop drafting."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -8,13 +8,12 @@ from graft.bench.baselines.gates import Drafted, Gates, draft_through_gates
 from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
 from graft.model import TargetRunner
 from graft.request.stats import Clock
-from graft.spec_decode.budget import Budget
 from graft.spec_decode.calibration import PathCalibration
-from graft.spec_decode.controller import Controller
-from graft.spec_decode.cost_model import UnitCost
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.step_times import StepTimes
 
 
 class Dense(Policy):
@@ -30,13 +29,15 @@ class Dense(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         assert drafter is not None
         self.drafter = drafter
-        self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
-
-    def controller(self, padded: Callable[[int], int]) -> Controller:
-        assert self.drafter is not None
-        num_passes = self.drafter.max_passes
-        budget = Budget(UnitCost(), num_passes, 0.0, fixed=self._budget, fixed_passes=num_passes)
-        return Controller(budget, None, PathCalibration(), padded)
+        self.planner = Planner(
+            StepTimes(),
+            drafter.max_passes,
+            None,
+            PathCalibration(),
+            fixed=settings.budget or min(drafter.num_nodes, USUAL_BUDGET),
+            fixed_passes=drafter.max_passes,
+            pass_cost=0.0,
+        )
 
 
 class DenseWithNoise(Dense):

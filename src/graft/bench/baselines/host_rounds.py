@@ -26,13 +26,14 @@ from graft.request.sequence import Sequence as TokenSequence
 from graft.request.sequence import TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, walk
-from graft.spec_decode.cost_model import StepCost, usual_shape
 from graft.spec_decode.grafter import Grafter, Round
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.base import Learner, TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter, num_setups_of
+from graft.spec_decode.step_times import StepTimes, usual_shape
 from graft.tree.candidates import Candidates
 from graft.tree.tree import DraftTree
 
@@ -229,11 +230,12 @@ class HostGraft(HostPolicy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter, self._target = drafter, target
         self.isolated = settings.isolated
-        step = StepCost(getattr(target, "step_sizes", ()), usual_shape(target.device.type))
+        steps = StepTimes(target.step_sizes, usual_shape(target.device.type))
         num_passes = drafter.max_passes if drafter is not None else 0
-        self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, step)
+        self.settings = settings
+        self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, steps)
         self.retrievers, self.sources = self.grafter.retrievers, self.grafter.sources
-        self.budget = self.grafter.budget
+        self.planner: Planner = self.grafter.planner
         self._round: Round | None = None  # the current one; None if plain
         self._num_prefill_tokens = 0  # in the current step
         self._setups_before = 0
@@ -244,7 +246,7 @@ class HostGraft(HostPolicy):
     def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         self._num_prefill_tokens = batch.num_prefill_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
-        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
+        most = MAX_BUDGET if self.planner.fixed is None else self.planner.fixed
         caps = [most if sequence.speculates else 0 for sequence in batch.sequences]
         limits = (batch.max_depth, batch.num_prefill_tokens)
         draws = self.coming_draws(batch)

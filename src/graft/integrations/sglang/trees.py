@@ -30,10 +30,10 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.noise import NUM_KINDS, gumbel_noise
 from graft.model.sampler import truncated
 from graft.model.verified import NUM_SUCCESSORS
-from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
+from graft.spec_decode.step_times import StepTimes
 from graft.tree.device.buffers import DraftDraws, Tables
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 
@@ -82,7 +82,7 @@ class Trees:
         self._server, self._settings, self._device = server, settings, device
         # Only for the names, numbers and priors of the sources.
         policy = PolicySettings(budget=1, pass_cost=0.0, isolated=settings.isolated)
-        grafter = Grafter(server.vocab_size, server.num_steps, policy, StepCost())
+        grafter = Grafter(server.vocab_size, server.num_steps, policy, StepTimes())
         numbers = {name: number for number, name in enumerate(grafter.sources)}
         self._calibration = grafter.calibration.to(device)
         num_buckets = self._calibration.acceptance_probs.shape[2]

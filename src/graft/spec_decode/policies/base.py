@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from graft.model import TargetRunner
-from graft.spec_decode.controller import Controller
 from graft.spec_decode.memory import Memory
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, salt_of
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter
@@ -24,6 +24,7 @@ class Policy(ABC):
     common_sources: frozenset[str] = frozenset()  # those that may propose other users' text
     drafter: Drafter | None = None
     memory: Memory | None = None  # what it retrieves from; None: it retrieves nothing
+    planner: Planner | None = None  # of rounds with trees; None: rounds are plain
     isolated = False
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
@@ -38,13 +39,6 @@ class Policy(ABC):
 
     def measure(self) -> None:  # noqa: B027 - optional
         """Measure, once, costs that would otherwise be learned from rounds. A server does so at start-up."""
-
-    def controller(self, padded: Callable[[int], int]) -> Controller | None:
-        """The planner of rounds; None: they are plain.
-
-        padded: from a number of tokens to the size of their step.
-        """
-        return None
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name; empty for a policy that learns nothing."""

@@ -6,22 +6,21 @@ the memory of texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from graft.model import TargetRunner
-from graft.spec_decode.budget import Budget
 from graft.spec_decode.calibration import PathCalibration
-from graft.spec_decode.controller import Controller
-from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, time_step, usual_shape
 from graft.spec_decode.memory import Memory
+from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
-from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
+from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.sources import TABLES, calibrated
+from graft.spec_decode.step_times import StepTimes, time_pass, time_step, usual_shape
 
 
 class Graft(Policy):
@@ -30,6 +29,7 @@ class Graft(Policy):
     knows_draws = True
     copies = tables = True  # what it retrieves from
     memory: Memory
+    planner: Planner
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter, self._target, self.settings = drafter, target, settings
@@ -37,29 +37,30 @@ class Graft(Policy):
         num_passes = drafter.max_passes if drafter is not None else 0
         self.sources, self.calibration = calibrated(num_passes > 0, self.copies, self.tables)
         self.path_calibration = PathCalibration()
-        if settings.budget is not None:  # the step is the unit of time
-            self.budget = Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget, settings.passes)
-        else:
-            step = StepCost(target.step_sizes, usual_shape(target.device.type))
-            self.budget = Budget(step, num_passes, USUAL_PASS_COST, fixed_passes=settings.passes)
+        self.planner = Planner(
+            StepTimes(target.step_sizes, usual_shape(target.device.type)),
+            num_passes,
+            self.calibration,
+            self.path_calibration,
+            fixed=settings.budget,
+            fixed_passes=settings.passes,
+            pass_cost=settings.pass_cost,
+        )
         self.memory = Memory(target.vocab_size, self.isolated, lambda: target.device, self.copies, self.tables)
         if not self.isolated:
             self.common_sources = frozenset(name for name in self.sources if name in ("past", *TABLES))
 
-    def controller(self, padded: Callable[[int], int]) -> Controller:
-        return Controller(self.budget, self.calibration, self.path_calibration, padded)
-
     def prepare(self) -> None:
-        budget = self.budget
-        if budget.fixed is not None and budget.pass_cost is None:
+        planner = self.planner
+        if planner.fixed is not None and planner.pass_cost is None:
             seconds = time_pass(self.drafter, self._target) if self.drafter is not None else 0.0
-            budget.pass_cost = seconds / time_step(self._target, budget.fixed + 1)
+            planner.pass_cost = seconds / time_step(self._target, planner.fixed + 1)
 
     def measure(self) -> None:
-        if self.budget.fixed is None and not self.budget.step.is_known:
-            self.budget.step.measure(self._target)
+        if self.planner.fixed is None and not self.planner.steps.is_known:
+            self.planner.steps.measure(self._target)
             if self.drafter is not None:
-                self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
+                self.planner.proposing.set(1, {0: 0.0, 1: time_pass(self.drafter, self._target)})
 
     def state(self) -> dict[str, Tensor]:
         counts = self.calibration.state().values()
@@ -67,7 +68,7 @@ class Graft(Policy):
         return (
             self.memory.state()
             | named("calibration", by_source)
-            | named("prospect", self.budget.passes.state())
+            | named("planner", self.planner.state())
             | named("paths", self.path_calibration.state())
         )
 
@@ -75,8 +76,7 @@ class Graft(Policy):
         self.memory.restore(state)
         self._restore_calibration(part_of(state, "calibration"))
         self.path_calibration.restore(part_of(state, "paths"))
-        self.budget.passes.restore(part_of(state, "prospect"))
-        self.budget.restart(is_calibrated=bool(state))
+        self.planner.restore(part_of(state, "planner"))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restore counts source by source. The state may have other sources and buckets, or only greedy rows."""
@@ -90,8 +90,8 @@ class Graft(Policy):
         self.calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        return self.budget.costs()
+        return self.planner.times() if self.settings.budget is None else {}
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         if self.settings.budget is None and self.settings.pass_cost is None:  # otherwise the user has given the costs
-            self.budget.restore_costs(costs)
+            self.planner.restore_times(costs)

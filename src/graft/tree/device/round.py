@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -406,6 +407,24 @@ class DeviceRound:
         nodes = 1 + order[:, :most]
         parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
         return torch.stack([nodes.int(), *parts, paths[:, :most].contiguous().view(torch.int32)])
+
+    def retrieved(self, shape: RoundShape) -> float:
+        """Expected tokens of all rows from copies below the roots alone: the likeliest of each depth, summed up.
+
+        Called between these copies and the draft passes, where the host sees this memory.
+        """
+        own = slice(1, shape.pool(self._levels(shape.rows)).first_level)
+        paths, depths = (part[: shape.rows, own].cpu().numpy() for part in (self.pool.paths, self.pool.depths))
+        rows, places = np.nonzero(paths)
+        likeliest = np.zeros((shape.rows, MAX_TOKENS + 1), dtype=np.float32)
+        np.maximum.at(likeliest, (rows, depths[rows, places].clip(max=MAX_TOKENS)), paths[rows, places])
+        return float(likeliest.sum())
+
+    def needs(self, shape: RoundShape) -> Tensor:
+        """[rows, cap] draft passes that each row's likeliest nodes needed; of further places undefined."""
+        ranked = self._ranked(shape)
+        nodes = torch.where(ranked.paths > 0, ranked.nodes, 0)
+        return self.pool.needs[: shape.rows].gather(1, nodes.long())
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""
