@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell uname -m)
-SOURCES := setup.py pyproject.toml constraints.txt $(wildcard src/graft/tree/*.c src/graft/tree/native/*.c src/graft/tree/native/round/*.c) src/graft/bench/baselines/baselines.c $(wildcard src/graft/model/*.c)
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard src/graft/tree/*.c src/graft/tree/native/*.c src/graft/tree/native/round/*.c) $(wildcard src/graft/model/*.c)
 
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)

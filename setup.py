@@ -88,7 +88,6 @@ setup(
     ext_modules=[
         library("tree._native", "tree/native.c", EXACT),
         library("tree._round", "tree/round.c", [*EXACT, "-O3"]),  # vectors for the scans
-        library("bench.baselines._baselines", "bench/baselines/baselines.c", EXACT),
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
         *(library(f"model._cpu_linear_{name}", "model/cpu_linear.c", [*FAST, *flags]) for name, flags in WIDER.items()),
     ],

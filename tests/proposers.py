@@ -68,10 +68,10 @@ class Scripted:
         self.num_nodes = self.max_depth = num_nodes
         self.make = make
 
-    def level_sizes(self, num_rows):
+    def level_sizes(self, num_rows, keep=None):
         return (self.num_nodes,)
 
-    def beams_of(self, num_rows):
+    def beams_of(self, num_rows, keep=None):
         return 0
 
     def knows(self, draws):

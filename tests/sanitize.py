@@ -36,7 +36,6 @@ EXACT = "-std=c99 -ffp-contract=off"
 LIBRARIES = [
     ("tree/native.c", "tree/_native", EXACT),
     ("tree/round.c", "tree/_round", EXACT),
-    ("bench/baselines/baselines.c", "bench/baselines/_baselines", EXACT),
     ("model/cpu_linear.c", "model/_cpu_linear", "-ffp-contract=fast"),
 ]
 if platform.machine().lower() in ("x86_64", "amd64"):

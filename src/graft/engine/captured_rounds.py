@@ -211,7 +211,9 @@ class CapturedRounds:
             lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
             draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
             rows = (table_rows, lengths, round.roots, context)
-            asked = PassesOnDevice(self._target.pool, num_passes, *rows, round.made, draws)
+            asked = PassesOnDevice(
+                self._target.pool, num_passes, *rows, round.made, draws, self._memory.kept_of_a_level
+            )
             draft = partial(drafter.run_passes, asked)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)
 
@@ -239,7 +241,7 @@ class CapturedRounds:
                 truncates=choice is Choice.TRUNCATED,
             )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        if learns and self._rounds.is_calibrated:
+        if learns and self._rounds.learns_successors:
             learned = (buffers.top_tokens[:size], buffers.top_logits[:size])
         round.finish(shape, columns, buffers.by_row, chosen, *learned)
         self._target.commit_moves(tables, round.moves(shape))

@@ -75,9 +75,9 @@ class DeviceRounds:
         self._ended: Any = None  # the mark at the end of the previous round
 
     @property
-    def is_calibrated(self) -> bool:
-        """Whether acceptance probabilities and tables are learned."""
-        return self._calibration is not None
+    def learns_successors(self) -> bool:
+        """Whether acceptance probabilities or tables are learned."""
+        return self._calibration is not None or self.policy.memory is not None
 
     @property
     def num_unknown(self) -> int:
@@ -230,7 +230,7 @@ class DeviceRounds:
                     self.drafter.read(chunk.draft, chunk.row, chunk.verified, chunk.following)
         with self.target.launching(1):
             # While a round is in flight and the pool grows, tables skip this chunk.
-            if self.memory.sources.tables is not None and not (self.is_in_flight and self.memory.must_move):
+            if self.policy.memory is not None and not (self.is_in_flight and self.memory.must_move):
                 device_learning.learn_prompts(self.memory.round(), chunks, self.staging)
 
     def finish_text(self, sequence: TokenSequence) -> None:
@@ -319,5 +319,6 @@ class DeviceRounds:
                 step_seconds=seconds[1] if is_usual else 0.0,
                 rest_seconds=rest if is_usual else None,
                 retrieved=flight.retrieved,
+                confidences=found["confidences"][:num_rows].copy(),
             )
         )

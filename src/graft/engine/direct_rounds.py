@@ -87,7 +87,7 @@ class DirectRounds:
             marks[2].record()
             columns = inputs.columns[:, :size].cpu().numpy()
             learned = (
-                output.likeliest(size) if rounds.is_calibrated and rounds.learns(batch.sequences) else (None, None)
+                output.likeliest(size) if rounds.learns_successors and rounds.learns(batch.sequences) else (None, None)
             )
             if _are_greedy(batch) and batch.chooser is None:
                 best = learned[0][:, 0] if learned[0] is not None else output.logits[:size].argmax(dim=1)
@@ -144,9 +144,9 @@ class _Passes:
     def __call__(self, add_level: AddLevel) -> None:
         drafter, batch, made = self._rounds.drafter, self._batch, self._round.made
         self._plan()
-        keep = self._rounds.policy.kept_of_a_level
+        keep = self._rounds.memory.kept_of_a_level
         passes = drafter.passes(batch.draft, batch.roots(), keep=keep, draws=self._draws)
-        sizes = drafter.level_sizes(self._shape.rows)[: self._max_passes]
+        sizes = drafter.level_sizes(self._shape.rows, keep)[: self._max_passes]
         add_passes(passes, made, sizes, self._shape.rows, self._max_depth, add_level)
 
     def _plan(self) -> None:

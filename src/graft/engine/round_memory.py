@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.planner import Plan
 from graft.spec_decode.policies import Policy
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.tree.device.buffers import NUM_BUCKETS, barred_numbers
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 
@@ -61,8 +63,13 @@ class RoundMemory:
             drafted=numbers.get("drafted"),
             copies=numbers.get("suffix"),
             tables=numbers.get("trigram"),
+            attached=numbers.get("adjacency", 0),
             is_calibrated=calibration is not None,
         )
+        fixed = policy.fixed
+        self.kept_of_a_level = (
+            1 if fixed is not None and fixed.is_chain else KEPT_OF_A_LEVEL
+        )  # drafted nodes of a depth
         self.number = 0  # of the current `DeviceRound`
         self._round: DeviceRound | None = None
         self._pool_state: tuple[int, ...] = ()  # the pool's `_state_of` when `_round` was made
@@ -93,13 +100,14 @@ class RoundMemory:
             num_table_rows=pool.num_table_rows,
             context=pool.tables.shape[1] * PAGE,
             past_tokens=1,
-            levels=drafter.level_sizes if drafter is not None else lambda rows: (),
-            num_beams=drafter.beams_of if drafter is not None else lambda rows: 1,
+            levels=partial(drafter.level_sizes, keep=self.kept_of_a_level) if drafter is not None else lambda rows: (),
+            num_beams=partial(drafter.beams_of, keep=self.kept_of_a_level) if drafter is not None else lambda rows: 1,
             num_passes=drafter.max_passes if drafter is not None else 0,
             depths_of_pass=-(-drafter.max_depth // drafter.max_passes) if drafter is not None else 1,
             sources=self.sources,
             known=memory.tables if memory is not None else None,
             device=device,
+            fixed=self._policy.fixed,
         )
         if memory is not None:
             texts, past = made.texts, memory.past
@@ -141,8 +149,9 @@ class RoundMemory:
     def finish_text(self, sequence: TokenSequence) -> None:
         """Add a finished text to those that rows may copy from."""
         is_alone = self._policy.isolated and sequence.owner is None
-        if self.sources.copies is not None and self._policy.memory is not None and not is_alone:
-            self._policy.memory.past.add(sequence.ids, self._owner_of(sequence), self._staging.send)
+        memory = self._policy.memory
+        if memory is not None and memory.keeps_past and not is_alone:
+            memory.past.add(sequence.ids, self._owner_of(sequence), self._staging.send)
 
     def _owner_of(self, sequence: TokenSequence) -> int:
         """The owner whose finished texts the row copies; 0: texts without an owner."""
@@ -191,6 +200,7 @@ class RoundMemory:
         inputs["total"][0] = max(shape.tokens - count, 0)
         inputs["drafts"][0] = plan.max_passes > 0
         inputs["thresholds"][: len(plan.thresholds)] = plan.thresholds
+        inputs["gates"][:] = self._policy.thresholds
         if self._calibration is not None:
             inputs["acceptance_probs"][:] = self._calibration.acceptance_probs.numpy()
         round.numbers.copy_(here.numbers, non_blocking=True)

@@ -45,6 +45,7 @@ class Calibration:
         self._tried = torch.full_like(self._prior, _PRIOR_WEIGHT)
         self._fitted = self._tried * self._prior
         self._probs: Tensor | None = None
+        self.is_frozen = False  # whether `add` learns nothing
 
     def probability(self, sources: Tensor, score_bucket: Tensor) -> Tensor:
         """P(accepted | parent accepted) of proposals by a single source."""
@@ -73,6 +74,8 @@ class Calibration:
 
     def add(self, tried: Tensor, fitted: Tensor) -> None:
         """Add counts of a device round, [kinds * agreements, sources, buckets] each."""
+        if self.is_frozen:
+            return
         self._tried += tried
         self._fitted += fitted
         fade = (_MEMORY / self._tried).clamp(max=1.0)

@@ -71,24 +71,30 @@ class Memory:
         vocab_size: int,
         isolated: bool,
         device: Callable[[], torch.device],
-        has_copies: bool = True,
-        has_tables: bool = True,
+        keeps_past: bool = True,
+        tables: Sequence[str] = TABLES,
     ) -> None:
-        """isolated: texts learn only from themselves and from texts of the same owner."""
+        """isolated: texts learn only from themselves and from texts of the same owner.
+
+        keeps_past: whether finished texts are kept. tables: those that learn, neighbours among `TABLES`; others stay
+        empty.
+        """
         self.isolated, self._vocab_size, self._device = isolated, vocab_size, device
-        self._has_copies, self._has_tables = has_copies, has_tables
+        self.keeps_past, self._tables = keeps_past, tables
 
     @cached_property
     def past(self) -> PastTexts:
-        return PastTexts(PAST_TOKENS if self._has_copies else 1, self._device())
+        return PastTexts(PAST_TOKENS if self.keeps_past else 1, self._device())
 
     @cached_property
     def tables(self) -> Tables | None:
-        if not self._has_tables:
+        if not self._tables:
             return None
         rows = ISOLATED_ROWS if self.isolated else ROWS
         sizes = (rows, rows, rows if self.isolated else self._vocab_size)
-        return Tables.make(sizes, (True, True, self.isolated), FACTORS, self.isolated, self._device())
+        first = TABLES.index(self._tables[0])
+        learned = (first, first + len(self._tables))
+        return Tables.make(sizes, (True, True, self.isolated), FACTORS, self.isolated, self._device(), learned)
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, on the host. Texts of isolated owners are left out."""
@@ -97,7 +103,7 @@ class Memory:
             rows = (entries[:, 0] >= 0).nonzero().squeeze(1)
             part = {"rows": rows.int().cpu(), "entries": entries[rows].cpu()}
             held |= named(name, part | ({"tags": tags[rows].cpu()} if is_hashed else {}))
-        if self._has_copies:
+        if self.keeps_past:
             texts = [] if self.isolated else self.past.texts()
             flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
             held |= named("past", {"tokens": flat, "lengths": torch.tensor([*map(len, texts)], dtype=torch.int64)})
@@ -113,7 +119,7 @@ class Memory:
                 at = torch.from_numpy(rows).to(entries.device)
                 entries[at, : new.shape[1]] = torch.from_numpy(new).to(entries.device)
                 tags[at] = torch.from_numpy(new_tags).to(tags.device)
-        if self._has_copies:
+        if self.keeps_past:
             self.past.clear()
             if past := part_of(state, "past"):
                 for text in past["tokens"].split(past["lengths"].tolist()):
@@ -128,6 +134,7 @@ class Memory:
         return [
             (name, bits, bits > 0, self.tables.entries[first:end], self.tables.tags[first:end])
             for name, bits, (first, end) in parts
+            if name in self._tables
         ]
 
 

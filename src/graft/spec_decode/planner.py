@@ -71,6 +71,7 @@ class Outcome:
     propose_seconds: float  # 0 if unknown
     step_seconds: float  # 0 if unknown
     rest_seconds: float | None  # of the accept phase, and of the pause before the round; None: unknown, or in the above
+    confidences: np.ndarray | None = None  # [rows, gates] see `results_layout`
     retrieved: float | None = None  # expected tokens of a row by retrieval alone, if the passes were planned with it
 
 

@@ -14,5 +14,6 @@
 #include "native/round/copies.c"
 #include "native/round/drafts.c"
 #include "native/round/tables.c"
+#include "native/round/stops.c"
 #include "native/round/ranking.c"
 #include "native/round/outcome.c"

@@ -1,18 +1,14 @@
 """Ablations: the policy `graft` with one part left out, to measure what that part contributes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from graft.bench.baselines.host_rounds import HostGraft
-from graft.bench.baselines.native import keep_best
+from graft.bench.baselines.gates import ALL_DEPTHS
 from graft.model import TargetRunner
-from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.grafter import Grafter
-from graft.spec_decode.policies import DEFAULT_POLICY, Policy, PolicySettings
+from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, Policy, PolicySettings
 from graft.spec_decode.policies.graft import Graft
-from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.tree.candidates import Candidates, Ranking
+from graft.spec_decode.sources import TABLES
+from graft.tree.device.fixed import FixedTree, Split
 
 
 class WithoutSuffix(Graft):
@@ -21,10 +17,36 @@ class WithoutSuffix(Graft):
     copies = False
 
 
+class WithoutPast(Graft):
+    """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
+
+    past = False
+
+
 class WithoutRecall(Graft):
     """`graft` without any table of the target's top-k tokens."""
 
-    tables = False
+    tables = ()
+
+
+class WithoutNgrams(Graft):
+    """`graft` without 2- and 3-gram tables, but with the adjacency matrix."""
+
+    tables = TABLES[2:]
+
+
+class WithoutAdjacency(Graft):
+    """`graft` without the adjacency matrix, but with 2- and 3-gram tables."""
+
+    tables = TABLES[:2]
+
+
+class WithoutCalibration(Graft):
+    """`graft` without calibration: acceptance probabilities stay at their priors."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        self.calibration.is_frozen = True
 
 
 class WithoutPruning(Graft):
@@ -35,51 +57,13 @@ class WithoutPruning(Graft):
         super().__init__(target, drafter, replace(settings, passes=passes))
 
 
-class WithoutPast(Grafter):
-    """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
-
-    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
-        usual = super().make_retrievers(vocab_size, settings)
-        return [SuffixLookup(keep_past=False) if isinstance(r, SuffixLookup) else r for r in usual]
-
-
-class _OtherOrders(Grafter):
-    """`graft` with n-gram tables of other orders: 1 is the adjacency matrix."""
-
-    orders: tuple[int, ...]
-
-    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
-        usual = [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, NgramTables)]
-        if not self.orders:
-            return usual
-        return [*usual, NgramTables(vocab_size, self.orders, isolated=settings.isolated)]
-
-
-class WithoutNgrams(_OtherOrders):
-    """`graft` without 2- and 3-gram tables, but with the adjacency matrix."""
-
-    orders = (1,)
-
-
-class WithoutAdjacency(_OtherOrders):
-    """`graft` without the adjacency matrix, but with 2- and 3-gram tables."""
-
-    orders = (3, 2)
-
-
-class WithoutCalibration(Grafter):
-    """`graft` without calibration: acceptance probabilities stay at their priors."""
-
-    def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
-        """Learns nothing."""
-
-
-class WithoutMerging(Grafter):
+class WithoutMerging(Graft):
     """`graft` without merging: a path that several sources propose takes several nodes of the budget."""
 
-    def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
-        keep_best(candidates, caps)
-        return super().best_of(candidates, total, caps)
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        # Equal paths are counted one by one before they are merged.
+        self.fixed = FixedTree(splits=(Split(settings.budget or MAX_BUDGET, ALL_DEPTHS),))
 
 
 class WithoutEightBits(Graft):
@@ -92,26 +76,16 @@ class WithoutNoise(Graft):
     knows_draws = False
 
 
-def _policy(ablation: type[Grafter]) -> type[HostGraft]:
-    """The policy `graft` with this grafter."""
-    return type(ablation.__name__, (HostGraft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
-
-
-_IN_HOST_ROUNDS = {
+_PARTS = {
+    "suffix": WithoutSuffix,
     "past": WithoutPast,
     "ngrams": WithoutNgrams,
     "adjacency": WithoutAdjacency,
-    "calibration": WithoutCalibration,
-    "merging": WithoutMerging,
-}
-_IN_ROUNDS = {
-    "suffix": WithoutSuffix,
     "recall": WithoutRecall,
+    "calibration": WithoutCalibration,
     "pruning": WithoutPruning,
+    "merging": WithoutMerging,
     "noise": WithoutNoise,
     "8-bits": WithoutEightBits,
 }
-ABLATIONS: dict[str, type[Policy]] = {
-    f"{DEFAULT_POLICY}-without-{what}": ablation
-    for what, ablation in (_IN_ROUNDS | {what: _policy(own) for what, own in _IN_HOST_ROUNDS.items()}).items()
-}
+ABLATIONS: dict[str, type[Policy]] = {f"{DEFAULT_POLICY}-without-{part}": kind for part, kind in _PARTS.items()}

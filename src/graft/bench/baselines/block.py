@@ -7,37 +7,34 @@ keeps the tokens down to its own depth, as in a tree. The walk starts at the las
 likeliest successor. It ends when the matrix has none, or when the chain is as long as `block`'s.
 """
 
-from graft.bench.baselines import native
-from graft.bench.baselines.dense import HostDense
-from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
-from graft.bench.baselines.paper import ADJACENCY, Paper
-from graft.bench.baselines.template import LIKELY
-from graft.model import TargetRunner
-from graft.spec_decode.policy_settings import PolicySettings
+from graft.bench.baselines.dense import Dense
+from graft.bench.baselines.gates import ALL_DEPTHS, CHAIN_THRESHOLDS, GATES
+from graft.bench.baselines.paper import Paper
+from graft.bench.baselines.template import make_template
+from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.tree.candidates import Candidates
+from graft.tree.device.fixed import FixedTree, Split
 
 
-class Block(HostDense):
+class Block(Dense):
     """The chain of the likeliest drafts, without pruning and grafting."""
 
-    kept_of_a_level = 1
+    def _budget(self, drafter: Drafter, settings: PolicySettings) -> int:
+        return min(settings.budget or MAX_BUDGET, drafter.max_depth)
+
+    def _rules(self, drafter: Drafter) -> FixedTree:
+        return FixedTree(is_chain=True)
 
 
 class BlockPaper(Paper):
     """The chain down to the gate that stops it, then a walk in the adjacency matrix, up to the length of `Block`'s."""
 
-    kept_of_a_level = 1
+    thresholds_key = CHAIN_THRESHOLDS
+    _budget = Block._budget
 
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        super().__init__(target, drafter, settings)
-        assert self.drafter is not None
-        self._budget = min(self._budget, self.drafter.max_depth)
-        self._kept = [self._budget] * (NEVER + 1)  # all drafted nodes
-        self.gates = Gates(CHAIN_THRESHOLDS)
-
-    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
-        length = min(self._budget, max_depth)
-        shortest = min(length if stop == NEVER else GATES[stop] + 1 for stop in stops)
-        for _ in range(shortest, length):  # a chain has one leaf, which is extended until the chain is long enough
-            native.extend_leaves(candidates, self._matrix.tables.structs, 1, 1, LIKELY, ADJACENCY, length)
+    def _rules(self, drafter: Drafter) -> FixedTree:
+        tails = (make_template((1,) * (self.budget - depth)) for depth in GATES)
+        splits = (
+            Split(self.budget, depth, tail) for depth, tail in zip((*GATES, ALL_DEPTHS), (*tails, ()), strict=True)
+        )
+        return FixedTree(GATES, tuple(splits), is_chain=True)

@@ -1,6 +1,8 @@
 """Calibration of the gates: thresholds learned from warm-up prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,15 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.bench.baselines.dense import HostDense
+from graft.bench.baselines.block import Block
+from graft.bench.baselines.dense import Dense
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, PUBLISHED, THRESHOLDS
 from graft.engine import Engine
-from graft.model import TargetRunner, target_for
+from graft.model import target_for
 from graft.model.sampler import SamplingSettings
-from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.planner import Outcome, Planner
 from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.tree.tree import DraftTree
+from graft.tree.device.fixed import FixedTree
 
 _ENOUGH = 10  # rounds worth stopping, and rounds worth continuing, that are needed to change a published threshold
 
@@ -44,21 +47,41 @@ def calibrated_gates(
     return found
 
 
-class GateWatch(HostDense):
-    """`dense` or `block` that records each round's confidences at the gates and its number of accepted nodes."""
+class _Watcher(Planner):
+    """Plans like its base, and records each round's confidences at the gates and its number of accepted nodes."""
 
-    def __init__(
-        self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings, chain: bool = False
-    ) -> None:
-        super().__init__(target, drafter, settings)
-        self.kept_of_a_level = 1 if chain else None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.seen: Seen = []
 
-    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
-        assert self.drafter is not None and self.drafted is not None
-        if self.drafted.is_whole:
-            for confidences, nodes in zip(self.drafted.confidences.tolist(), accepted.nodes, strict=True):
-                self.seen.append((confidences, len(nodes)))
+    def learn(self, outcome: Outcome) -> None:
+        if outcome.is_plain or outcome.confidences is None:
+            return
+        for own, nodes in zip(outcome.confidences.tolist(), outcome.nodes, strict=True):
+            if own[-1] > 0:  # no token limit cut the drafts short
+                reached = own[:-1]
+                self.seen.append(([*reached, *[0.0] * (len(GATES) - len(reached))], len(nodes)))
+
+
+class GateWatch(Dense):
+    """`dense` whose gates stop no row; the last one is at the greatest depth."""
+
+    planner_class = _Watcher
+    planner: _Watcher
+
+    def _rules(self, drafter: Drafter) -> FixedTree:
+        gates = (*(depth for depth in GATES if depth <= drafter.max_depth), drafter.max_depth)
+        self.thresholds = [-1.0] * len(gates)
+        return FixedTree(gates)
+
+
+class ChainWatch(GateWatch):
+    """The same with `block`."""
+
+    _budget = Block._budget
+
+    def _rules(self, drafter: Drafter) -> FixedTree:
+        return replace(super()._rules(drafter), is_chain=True)
 
 
 def watch_gates(
@@ -68,11 +91,12 @@ def watch_gates(
 
     chain: `block` answers them instead.
     """
-    watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET), chain)
+    kind = ChainWatch if chain else GateWatch
+    watch = kind(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
     engine = Engine(model, policy=watch, drafter=drafter)
     for prompts in groups:
         engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
-    return watch.seen
+    return watch.planner.seen
 
 
 def thresholds(seen: Seen, max_passes: int) -> list[float]:
@@ -102,9 +126,9 @@ def _with_least_regret(seen: Seen, regret: Callable[[int, int], float]) -> list[
     regret: the regret of stopping a round, from the depth that is kept and the number of accepted nodes.
     """
     chosen = []
-    for gate, number in enumerate(GATES):
+    for gate, kept in enumerate(GATES):
         confidences = np.array([own[gate] for own, _ in seen])
-        regrets = np.array([regret(number + 1, depth) for _, depth in seen])
+        regrets = np.array([regret(kept, depth) for _, depth in seen])
         found = best_threshold(confidences, regrets)
         chosen.append(PUBLISHED[gate] if found is None else found)
         seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]

@@ -1,4 +1,4 @@
-"""paper: the published prune-and-graft with its gates, splits and widths; two of its ablations; recycle.
+"""paper: the published prune-and-graft with its gates, splits and widths.
 
 We decided what the publication leaves open. Empty rows of the matrix give no node. A token that is both drafted and
 retrieved is one node, and its second place stays empty. The root does not count in the budget. `template` decides
@@ -9,142 +9,59 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from graft.bench.baselines import native
-from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
-from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
-from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
+from graft.bench.baselines.dense import Prune
+from graft.bench.baselines.gates import ALL_DEPTHS, GATES
+from graft.bench.baselines.template import make_template, scaled
 from graft.model import TargetRunner
-from graft.request.stats import Clock
+from graft.spec_decode.memory import Memory
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
-from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.proposers.successor_table import SuccessorTables, adjacency_table
-from graft.tree.candidates import Candidates
+from graft.tree.device.fixed import FixedTree, Split
 
 KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped drafting
 WIDTHS = (
     (8, 10, 8, 6, 5, 4, 4, 4, 3),
     (6, 7, 5, 4, 4, 3, 3, 2, 2),
     (4, 3, 3, 2, 2, 2, 2, 1, 1),
+    (),
 )  # retrieved, by depth
-ADJACENCY = DRAFTED + 1
+ADJACENCY = "adjacency"
 
 
-class AdjacencyMatrix:
-    """M[vocab, k]: the target's top-k successors of each token. `tables` holds this one table."""
+class Paper(Prune):
+    """Gates after depths 1, 2 and 6. The gate that stops a row decides how its budget is split."""
 
-    names: tuple[str, ...] = ("adjacency",)
-
-    def __init__(self, vocab_size: int, isolated: bool = False) -> None:
-        self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
-        self.common: tuple[str, ...] = () if isolated else self.names
-
-    def learn(self, top_k: TargetTopK) -> None:
-        self.tables.learn(top_k)
-
-    def finish(self, history: History) -> None:
-        """Do nothing: every token was learned when it was verified."""
-
-    def state(self) -> dict[str, Tensor]:
-        return named(self.names[0], self.tables.tables[0].state())
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.tables.tables[0].restore(part_of(state, self.names[0]))
-
-
-class Recycle(HostPolicy):
-    """Token recycling: the adjacency matrix alone, filled into a fixed template."""
-
-    sources = ("root", "adjacency")
+    sources = ("root", "drafted", ADJACENCY)
+    memory: Memory
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
-        self.retrievers = [self._matrix]
-        self.isolated = settings.isolated
-        self._budget = settings.budget or USUAL_BUDGET
-        self._template = make_template(scaled(ENVELOPE, self._budget))
-
-    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
-        with clock("graft"):
-            candidates = self.new_candidates(batch, roots)
-            source = self.sources.index("adjacency")
-            templates = [self._template] * len(roots)
-            native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, source, batch.max_depth)
-            candidates.merge()
-            return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())
-
-
-class Paper(HostPolicy):
-    """Gates after passes 1, 2 and 6. The gate that stops a row decides how its budget is split."""
-
-    drafts = True
-    sources = ("root", "drafted", "adjacency")
-
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        assert drafter is not None
-        self.drafter = drafter
-        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
-        self.retrievers = [self._matrix]
-        self.isolated = settings.isolated
-        self._budget = settings.budget or USUAL_BUDGET
-        self._kept = [round(kept * self._budget / 60) for kept in KEPT]
-        self._templates = [
-            make_template(scaled(widths, self._budget - kept)) for widths, kept in zip(WIDTHS, self._kept, strict=False)
-        ]
-        self._templates.append(NOTHING)
-        self.gates = Gates()
-
-    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
-        assert self.drafter is not None
-        candidates = self.new_candidates(batch, roots)
-        drafted = draft_through_gates(
-            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level, self.coming_draws(batch)
+        super().__init__(target, drafter, settings)
+        self.memory = Memory(
+            target.vocab_size, settings.isolated, lambda: target.device, keeps_past=False, tables=(ADJACENCY,)
         )
-        with clock("graft"):
-            stops = self._stops(drafted)
-            native.keep_best(candidates, [self._kept[stop] for stop in stops])
-            self._retrieve(candidates, stops, batch.max_depth)
-            candidates.merge()
-            return DraftResult(candidates.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+        if not settings.isolated:
+            self.common_sources = frozenset((ADJACENCY,))
 
-    def _thresholds(self) -> Tensor | None:
-        return self.gates.thresholds
+    def _budget(self, drafter: Drafter, settings: PolicySettings) -> int:
+        return settings.budget or USUAL_BUDGET
 
-    def _stops(self, drafted: Drafted) -> list[int]:
-        """For each row, the gate whose split of the budget is used."""
-        return drafted.stops
-
-    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
-        templates = [self._templates[stop] for stop in stops]
-        native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, ADJACENCY, max_depth)
+    def _rules(self, drafter: Drafter) -> FixedTree:
+        splits = []
+        for kept, depth, widths in zip(KEPT, (*GATES, ALL_DEPTHS), WIDTHS, strict=True):
+            count = round(kept * self.budget / 60)
+            template = make_template(scaled(widths, self.budget - count)) if widths else ()
+            splits.append(Split(count, depth, template))
+        return FixedTree(GATES, tuple(splits))
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | self.gates.state()
+        return self.memory.state() | super().state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self.gates.restore(state)
+        self.memory.restore(state)
 
 
 class PaperWithNoise(Paper):
     """`paper` with drafts that know the noise of coming draws. Its matrix does not: it has only ranks."""
 
     knows_draws = True
-
-
-class Root(Paper):
-    """Retrieval at the root beside the whole drafted tree, which gets two thirds of the budget."""
-
-    def _thresholds(self) -> None:
-        return None
-
-    def _stops(self, drafted: Drafted) -> list[int]:
-        return [NEVER - 1] * len(drafted.stops)
-
-
-class Tail(Root):
-    """Retrieval at the leaves: the likeliest leaves of the drafted tree are extended by their first two successors."""
-
-    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
-        count = (self._budget - self._kept[NEVER - 1]) // 2
-        native.extend_leaves(candidates, self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)

@@ -5,33 +5,19 @@ of 2 + rank along their path. So the best ranks have the most children, and the 
 depth.
 """
 
-import ctypes
-
-from graft.bench.baselines.native import TemplateStruct
 from graft.model.verified import NUM_SUCCESSORS
-
-ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
-LIKELY = 0.5  # acceptance probability of every node, so that path probabilities fall with depth
-NOTHING = TemplateStruct()
+from graft.tree.device.fixed import TemplateNode
 
 
-def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateStruct:
-    """The template with `widths` nodes at depths 1, 2, 3 and so on. Nodes are numbered from 1; 0 is the root.
-
-    For each node it has the parent, the rank among the parent's k successors, and the depth.
-    """
-    parents: list[int] = []
-    ranks: list[int] = []
-    depths: list[int] = []
+def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> list[TemplateNode]:
+    """The template with `widths` nodes at depths 1, 2, 3 and so on, of the first k successors."""
+    nodes: list[TemplateNode] = []
     above = [(1, 0)]  # (product of 2 + rank, number) of the nodes one depth up
     for depth, width in enumerate(widths, start=1):
         candidates = sorted((cost * (2 + rank), node, rank) for cost, node in above for rank in range(k))[:width]
-        above = [(cost, len(parents) + place) for place, (cost, _, _) in enumerate(candidates, start=1)]
-        parents += [node for _, node, _ in candidates]
-        ranks += [rank for _, _, rank in candidates]
-        depths += [depth] * len(candidates)
-    columns = ((ctypes.c_int64 * len(column))(*column) for column in (parents, ranks, depths))
-    return TemplateStruct(len(parents), *columns)
+        above = [(cost, len(nodes) + place) for place, (cost, _, _) in enumerate(candidates, start=1)]
+        nodes += [TemplateNode(node, rank, depth) for _, node, rank in candidates]
+    return nodes
 
 
 def scaled(widths: tuple[int, ...], budget: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,8 @@ from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, salt_of
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Drafter
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.tree.device.fixed import FixedTree
 
 
 class Policy(ABC):
@@ -28,7 +29,8 @@ class Policy(ABC):
     isolated = False
     knows_draws = False  # whether its trees use the noise of coming draws
     num_texts = 0  # finished texts that it has learned from
-    kept_of_a_level: int | None = KEPT_OF_A_LEVEL  # drafted nodes of a depth that it uses, the likeliest; None: all
+    fixed: FixedTree | None = None  # rules for its trees; None: acceptance probabilities decide
+    thresholds: Sequence[float] = ()  # of the gates in these rules
     rounds_class: type[Any] | None = None  # what runs its rounds; None: `DeviceRounds`
 
     @abstractmethod

@@ -6,7 +6,7 @@ the memory of texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ class Graft(Policy):
     """Ranks the proposals of the drafter and all retrievers, and verifies the nodes that pay."""
 
     knows_draws = True
-    copies = tables = True  # what it retrieves from
+    copies = past = True  # of this text, and of finished texts, it retrieves
+    tables: Sequence[str] = TABLES  # that it retrieves from
     memory: Memory
     planner: Planner
 
@@ -35,7 +36,7 @@ class Graft(Policy):
         self.drafter, self._target, self.settings = drafter, target, settings
         self.isolated = settings.isolated
         num_passes = drafter.max_passes if drafter is not None else 0
-        self.sources, self.calibration = calibrated(num_passes > 0, self.copies, self.tables)
+        self.sources, self.calibration = calibrated(num_passes > 0, self.copies, bool(self.tables))
         self.path_calibration = PathCalibration()
         self.planner = Planner(
             StepTimes(target.step_sizes, usual_shape(target.device.type)),
@@ -46,7 +47,8 @@ class Graft(Policy):
             fixed_passes=settings.passes,
             pass_cost=settings.pass_cost,
         )
-        self.memory = Memory(target.vocab_size, self.isolated, lambda: target.device, self.copies, self.tables)
+        keeps_past = self.copies and self.past
+        self.memory = Memory(target.vocab_size, self.isolated, lambda: target.device, keeps_past, self.tables)
         if not self.isolated:
             self.common_sources = frozenset(name for name in self.sources if name in ("past", *TABLES))
 

@@ -89,10 +89,10 @@ class Drafter(Protocol):
     def knows(self, draws: ComingDraws) -> bool:
         """Whether its `passes` can use these draws."""
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        """By pass: the most nodes that it gives each row, if `KEPT_OF_A_LEVEL` of each level are kept."""
+    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
+        """By pass: the most nodes that it gives each row, if `keep` of each level are kept."""
 
-    def beams_of(self, num_rows: int) -> int:
+    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
         """Nodes of a level that the next pass expands."""
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
@@ -142,6 +142,7 @@ class PassesOnDevice:
     context: int  # the longest text that the graph is for
     made: Tensor  # [> passes] int32: whether each pass is made
     draws: tuple[Tensor, Tensor] | None  # [>= R] seeds and temperatures of coming draws, if drafts use them
+    keep: int = KEPT_OF_A_LEVEL  # nodes of each level, see `Drafter.passes`
 
     @property
     def num_rows(self) -> int:
@@ -199,12 +200,12 @@ class LevelByLevel(ABC):
     def num_slots(self) -> int:
         return self.settings.depth * self.settings.topk
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        topk = min(self.settings.topk, KEPT_OF_A_LEVEL)
-        return (topk, *[min(max(topk, KEPT_OF_A_LEVEL), topk * topk)] * self.settings.depth)
+    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
+        topk = min(self.settings.topk, keep)
+        return (topk, *[min(keep, topk * topk)] * self.settings.depth)
 
-    def beams_of(self, num_rows: int) -> int:
-        return self.num_beams
+    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
+        return min(self.num_beams, keep)
 
     @abstractmethod
     def levels(

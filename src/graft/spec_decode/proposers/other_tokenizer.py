@@ -109,8 +109,8 @@ class OtherTokenizerDrafter(SmallModelDrafter):
     def num_beams(self) -> int:
         return 0  # there is only one pass
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        return (KEPT_OF_A_LEVEL * self.max_depth,)
+    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
+        return (keep * self.max_depth,)
 
     @property
     def max_depth(self) -> int:

@@ -152,12 +152,19 @@ class Tables:
     row_bits: Tensor  # [NUM_TABLES] int32 high bits of a hash that give the row; 0: no hash, the row is the token
     factors: Tensor  # [4] int64 hash factors of the last token, the one before, the one before that, and the salt
     isolated: bool  # whether to look up entries under a text's own salt before the shared ones under salt 0
+    learned: tuple[int, int]  # the first table that learns, and the one after the last; others stay empty
     bucket_starts: Tensor  # [NUM_BUCKETS] float64
     terms: Tensor  # int64, see `_TERMS`
 
     @classmethod
     def make(
-        cls, sizes: Sequence[int], hashed: Sequence[bool], factors: Tensor, isolated: bool, device: torch.device
+        cls,
+        sizes: Sequence[int],
+        hashed: Sequence[bool],
+        factors: Tensor,
+        isolated: bool,
+        device: torch.device,
+        learned: tuple[int, int] = (0, NUM_TABLES),
     ) -> Tables:
         """sizes: rows of each table, 3-grams first; powers of two for hashed tables."""
         total = sum(sizes)
@@ -170,6 +177,7 @@ class Tables:
             torch.tensor(bits, dtype=torch.int32, device=device),
             factors.to(device),
             isolated,
+            learned,
             bucket_starts(torch.float64, device),
             torch.tensor(_TERMS, device=device),
         )

@@ -50,7 +50,9 @@ class _ProbsStruct(ctypes.Structure):
 
 
 class _TablesStruct(ctypes.Structure):
-    _fields_ = _fields(addresses="entries tags starts row_bits factors", numbers="num_rows isolated")
+    _fields_ = _fields(
+        addresses="entries tags starts row_bits factors", numbers="num_rows isolated first_learned end_learned"
+    )
 
 
 _POINTER, _NUMBER = (c_void_p,), (c_int64,)
@@ -60,6 +62,8 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_add_copies": [*_POINTER * 6, *_NUMBER, *_POINTER * 3, *_NUMBER * 2],
     "graft_add_level": [*_POINTER, *_NUMBER * 5, *_POINTER * 9, *_NUMBER * 2],
     "graft_follow": [*_POINTER * 9, *_NUMBER],
+    "graft_stop_rows": [*_POINTER, *_NUMBER * 7, *_POINTER * 5],
+    "graft_attach": [*_POINTER * 4, *_NUMBER * 3, *_POINTER * 4, *_NUMBER],
     "graft_merge": [*_POINTER * 4, *_NUMBER],
     "graft_rank": [*_POINTER * 3, *_NUMBER, *_POINTER * 2],
     "graft_select": [*_NUMBER * 2, *_POINTER * 4],
@@ -134,7 +138,7 @@ def _tables(tables: Tables) -> Any:
 def _new_tables(tables: Tables) -> _TablesStruct:
     long = torch.int64
     columns = (_at(tables.entries), _at(tables.tags, long), _at(tables.starts, long), _at(tables.row_bits))
-    return _TablesStruct(*columns, _at(tables.factors, long), len(tables.entries), tables.isolated)
+    return _TablesStruct(*columns, _at(tables.factors, long), len(tables.entries), tables.isolated, *tables.learned)
 
 
 def _draws(draws: Draws) -> Any:
@@ -217,6 +221,43 @@ def add_level(
         *(_at(tokens), _at(parents), _at(probabilities, torch.float32), _probs(acceptance_probs), _draws(draws)),
         *(_at(caps), _at(thresholds, torch.float32), _at(reaches, torch.float32), _at(made)),
         *(source, num_beams),
+    )
+
+
+def stop_rows(
+    pool: Pool,
+    shape: PoolShape,
+    number: int,
+    first_gate: int,
+    end_gate: int,
+    gates: Tensor,
+    thresholds: Tensor,
+    stops: Tensor,
+    confidences: Tensor,
+    made: Tensor,
+) -> None:
+    floats = (_at(part, torch.float32) for part in (thresholds, confidences))
+    _library().graft_stop_rows(
+        *(_pool(pool), shape.num_rows, number, shape.levels[number], shape.level_start(number)),
+        *(first_gate, end_gate, len(gates), _at(gates), next(floats), _at(stops), next(floats), _at(made)),
+    )
+
+
+def attach(
+    pool: Pool,
+    shape: PoolShape,
+    stops: Tensor,
+    splits: Tensor,
+    at_leaf: bool,
+    tables: Tables,
+    salts: Tensor,
+    max_depths: Tensor,
+    draws: Draws,
+    source: int,
+) -> None:
+    _library().graft_attach(
+        *(_pool(pool), _shape(shape), _at(stops), _at(splits), *splits.shape, at_leaf),
+        *(_tables(tables), _at(salts, torch.int64), _at(max_depths), _draws(draws), source),
     )
 
 

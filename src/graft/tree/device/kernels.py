@@ -8,7 +8,19 @@ import torch
 
 # The steps of a round, in their order.
 STEPS = (
-    *("begin", "choose_places", "add_copies", "add_level", "follow", "merge", "rank", "select", "lay_out"),
+    *(
+        "begin",
+        "choose_places",
+        "add_copies",
+        "add_level",
+        "stop_rows",
+        "follow",
+        "attach",
+        "merge",
+        "rank",
+        "select",
+        "lay_out",
+    ),
     *("walk", "advance", "line_up", "count", "learn"),
     "grow",  # the tree of a block head, which is added as one level
 )

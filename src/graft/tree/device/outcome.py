@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, NUM_TABLES, Pool, PoolShape, Tables, Texts
+from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, Tables, Texts
 from graft.tree.device.pool import bucket_of
 from graft.tree.device.tables import row_of
 
@@ -133,7 +133,8 @@ def learn(
     num_rows: tokens of later rows are padding.
     """
     size = len(step_tokens)
-    _learn_kernel[(triton.cdiv(size, _BLOCK), NUM_TABLES)](
+    first, end = tables.learned
+    _learn_kernel[(triton.cdiv(size, _BLOCK), end - first)](
         tables.entries,
         tables.tags,
         tables.starts,
@@ -155,6 +156,7 @@ def learn(
         size,
         K=NUM_SUCCESSORS,
         NUM_BUCKETS=NUM_BUCKETS,
+        FIRST=first,
         IS_TEXT=is_text,
         BLOCK=_BLOCK,
         num_warps=2,
@@ -346,11 +348,12 @@ def _learn_kernel(
     size: int,
     K: tl.constexpr,
     NUM_BUCKETS: tl.constexpr,
+    FIRST: tl.constexpr,
     IS_TEXT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """A program is a block of tokens, for one table."""
-    block, number = tl.program_id(0), tl.program_id(1)
+    block, number = tl.program_id(0), FIRST + tl.program_id(1)
     own = block * BLOCK + tl.arange(0, BLOCK)
     own_row = tl.load(rows + own, mask=own < size, other=0x7FFFFFFF)
     is_own = own_row < num_rows

@@ -17,7 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import MAX_BARRED, NUM_BUCKETS, Draws, Entries, Pool, PoolShape, Ranked, Tables, Texts
+from graft.tree.device.buffers import (
+    MAX_BARRED,
+    NUM_BUCKETS,
+    NUM_SUCCESSORS,
+    Draws,
+    Entries,
+    Pool,
+    PoolShape,
+    Ranked,
+    Tables,
+    Texts,
+)
+from graft.tree.device.fixed import FixedTree
 from graft.tree.device.kernels import kernels_for
 
 MAX_TOKENS = 32  # new tokens of a row in a round; trees are at most 31 deep, as the last one is the target's own
@@ -67,6 +79,7 @@ class Sources(NamedTuple):
     drafted: int | None = None
     copies: int | None = None  # copies of the row's own text; copies of finished texts have the next number
     tables: int | None = None  # the table of 3-grams; those of 2-grams and 1-grams have the next numbers
+    attached: int = 0  # nodes of the templates of a `FixedTree`
     is_calibrated: bool = True  # False: the drafter is the only source, and its q are the acceptance probabilities
 
     @property
@@ -89,7 +102,7 @@ def packed(parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[int, 
     return end, views
 
 
-def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
+def inputs_layout(max_rows: int, num_passes: int, sources: Sources, num_gates: int = 0) -> dict[str, Any]:
     """What the host sends for a round. Padding rows have table row 0 and cap -1."""
     i32, i64, f32, by_row = torch.int32, torch.int64, torch.float32, (max_rows + 1,)
     return {
@@ -111,10 +124,11 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "drafts": (i32, (1,)),  # 1 if the first draft pass is made
         "thresholds": (f32, (num_passes + 2,)),  # a pass is made if the reach of its beams is above
         "acceptance_probs": (f32, sources.table),
+        "gates": (f32, (num_gates,)),  # a row stops at a gate if the q of its likeliest path is no higher
     }
 
 
-def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str, Any]:
+def results_layout(max_rows: int, num_passes: int, sources: Sources, num_gates: int = 0) -> dict[str, Any]:
     """What the host gets back from a round."""
     i32, f32 = torch.int32, torch.float32
     most = max(RoundShape(rows, 0).cap * rows for rows in range(1, max_rows + 1))
@@ -131,6 +145,7 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str
         "origins": (i32, (2, MAX_TREE_TOKENS)),  # the source of each, and the draft passes that it needed
         "tried": (i32, table),
         "fitted": (i32, table),
+        "confidences": (f32, (max_rows, num_gates)),  # q of the likeliest path at each gate that the row reached
     }
 
 
@@ -183,21 +198,30 @@ class DeviceRound:
         known: Tables | None,
         device: torch.device,
         kernels: Any = None,
+        fixed: FixedTree | None = None,
     ) -> None:
-        """kernels: a module of `kernels`; None: the one for the device."""
+        """kernels: a module of `kernels`; None: the one for the device. fixed: rules for the trees; None: none."""
         self.kernels: Any = kernels_for(device) if kernels is None else kernels
         self.max_rows, self.sources, self.num_passes, self.device = max_rows, sources, num_passes, device
         self._levels, self._num_beams, self._depths_of_pass = levels, num_beams, depths_of_pass
         self.texts = Texts(num_table_rows, context, past_tokens, device)
         self.tables = known
-        self.num_inputs, self.inputs_in = packed(inputs_layout(max_rows, num_passes, sources))
-        self.num_results, self.results_in = packed(results_layout(max_rows, num_passes, sources))
+        self._fixed = fixed or FixedTree()
+        num_gates = len(self._fixed.gates)
+        self.num_inputs, self.inputs_in = packed(inputs_layout(max_rows, num_passes, sources, num_gates))
+        self.num_results, self.results_in = packed(results_layout(max_rows, num_passes, sources, num_gates))
         self.numbers = torch.zeros(self.num_inputs, dtype=torch.int32, device=device)
         self.results = torch.zeros(self.num_results, dtype=torch.int32, device=device)
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
         inputs = self.inputs
         self.draws = Draws(inputs["kinds"], inputs["seeds"], inputs["powers"], inputs["barred"])
         self.pool = Pool(max_rows, self._capacity(), device)
+        self._gates = torch.tensor(self._fixed.gates, dtype=torch.int32, device=device)
+        self._splits = self._fixed.numbers().to(device)
+        self.stops = torch.zeros(max_rows, dtype=torch.int32, device=device)  # the gate that stopped each row
+        self._attached_from = known
+        if known is None and self._fixed.splits:
+            self._attached_from = Tables.make((1, 1, 1), (False,) * 3, torch.zeros(4, dtype=torch.int64), False, device)
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
         self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
@@ -210,9 +234,15 @@ class DeviceRound:
 
     def _capacity(self) -> int:
         """Places of a row in the pool, for the largest shape."""
-        return max(
-            RoundShape(rows, MAX_TREE_TOKENS).pool(self._levels(rows)).width for rows in range(1, self.max_rows + 1)
-        )
+        return max(self.pool_shape(RoundShape(rows, MAX_TREE_TOKENS)).width for rows in range(1, self.max_rows + 1))
+
+    def pool_shape(self, shape: RoundShape) -> PoolShape:
+        """How many candidates each source may add to a row."""
+        levels = self._levels(shape.rows)
+        if self.sources.is_calibrated:
+            return shape.pool(levels)
+        # The drafter alone proposes; after it comes room for templates.
+        return PoolShape(shape.rows, 0, 0, levels, num_waves=1, beam=-(-self._fixed.most_attached // NUM_SUCCESSORS))
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. They can be computed on the device "meta", where nothing is allocated."""
@@ -260,7 +290,7 @@ class DeviceRound:
         """
         inputs, found, rows, sources, kernels = self.inputs, self.found, shape.rows, self.sources, self.kernels
         table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
-        pool_shape = shape.pool(self._levels(rows))
+        pool_shape = self.pool_shape(shape)
         ranked = self._ranked(shape)
         by_row.zero_()
         kernels.begin(self.pool, pool_shape, self.texts, table_rows)
@@ -270,6 +300,8 @@ class DeviceRound:
             probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"][:rows]
             found["made"].zero_()
             found["reaches"].zero_()
+            found["confidences"].zero_()
+            self.stops.fill_(len(self._fixed.gates))
 
             def copy_at_roots() -> None:
                 if sources.copies is not None:
@@ -289,6 +321,11 @@ class DeviceRound:
                 kernels.follow(
                     *(self.pool, pool_shape, self.tables, salts, probs, max_depths, self.draws, self.texts, table_rows),
                     sources.tables,
+                )
+            if self._fixed.splits:
+                kernels.attach(
+                    *(self.pool, pool_shape, self.stops, self._splits, self._fixed.is_chain, self._attached_from),
+                    *(inputs["salts"], max_depths, self.draws, sources.attached),
                 )
             if sources.is_calibrated:
                 kernels.merge(self.pool, pool_shape, probs, inputs["kinds"], sources.drafted or 0)
@@ -313,6 +350,15 @@ class DeviceRound:
             self._num_beams(shape.num_rows),
             self._depths_of_pass,
         )
+        start = number * self._depths_of_pass
+        first, end = (
+            sum(gate <= depth for gate in self._fixed.gates) for depth in (start, start + self._depths_of_pass)
+        )
+        if first < end:
+            self.kernels.stop_rows(
+                *(self.pool, shape, number, first, end, self._gates, inputs["gates"]),
+                *(self.stops, found["confidences"], found["made"]),
+            )
 
     def _copy(self, shape: PoolShape, places: Tensor, first: int, max_context: int) -> None:
         """Add copies of earlier text below the places [R, P]."""
@@ -364,8 +410,8 @@ class DeviceRound:
             return
         found["tried"].zero_()
         found["fitted"].zero_()
-        if not shape.is_plain:
-            pool_shape = shape.pool(self._levels(rows))
+        if self.sources.is_calibrated and not shape.is_plain:
+            pool_shape = self.pool_shape(shape)
             self.kernels.count(
                 *(self.pool, pool_shape, counts, self._emitted, inputs["kinds"]),
                 *(found["tried"], found["fitted"]),
@@ -402,7 +448,7 @@ class DeviceRound:
         last. They are those of the last `propose`.
         """
         pool, rows = self.pool, shape.rows
-        width = shape.pool(self._levels(rows)).width
+        width = self.pool_shape(shape).width
         paths, order = pool.paths[:rows, 1:width].sort(dim=1, descending=True, stable=True)
         nodes = 1 + order[:, :most]
         parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
@@ -413,7 +459,7 @@ class DeviceRound:
 
         Called between these copies and the draft passes, where the host sees this memory.
         """
-        own = slice(1, shape.pool(self._levels(shape.rows)).first_level)
+        own = slice(1, self.pool_shape(shape).first_level)
         paths, depths = (part[: shape.rows, own].cpu().numpy() for part in (self.pool.paths, self.pool.depths))
         rows, places = np.nonzero(paths)
         likeliest = np.zeros((shape.rows, MAX_TOKENS + 1), dtype=np.float32)

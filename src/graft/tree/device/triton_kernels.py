@@ -14,5 +14,7 @@ from graft.tree.device.ranking import lay_out as lay_out
 from graft.tree.device.ranking import merge as merge
 from graft.tree.device.ranking import rank as rank
 from graft.tree.device.ranking import select as select
+from graft.tree.device.stops import attach as attach
+from graft.tree.device.stops import stop_rows as stop_rows
 from graft.tree.device.tables import follow as follow
 from graft.tree.device.walk import walk as walk

@@ -122,7 +122,7 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
 
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         num_rows = asked.num_rows
-        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, None, asked.draws is not None)
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, asked.keep, asked.draws is not None)
         by_row = buffers.round.by_row(num_rows)
         by_row.table_rows[:num_rows].copy_(asked.table_rows)
         by_row.lengths[:num_rows].copy_(asked.lengths)

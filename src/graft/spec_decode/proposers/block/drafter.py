@@ -27,7 +27,7 @@ from graft.spec_decode.proposers.block.tree import (
     marginal_table,
     ranking_of,
 )
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
 from graft.tree.candidates import Level
 
@@ -98,10 +98,10 @@ class BlockDrafter(EagerDrafter[DraftRow]):
     def num_slots(self) -> int:
         return self.head.config.block_size
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        return (self.settings.nodes,)
+    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
+        return (self._num_drafted(keep == 1),)
 
-    def beams_of(self, num_rows: int) -> int:
+    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
         return self.num_beams
 
     @torch.no_grad()

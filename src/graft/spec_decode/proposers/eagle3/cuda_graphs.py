@@ -129,16 +129,16 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
 
     # Rounds on the device
 
-    def level_sizes(self, num_rows: int) -> tuple[int, ...]:
-        shape = self._shape_of(num_rows, KEPT_OF_A_LEVEL)
+    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
+        shape = self._shape_of(num_rows, keep)
         return tuple(shape.count(number) for number in range(self.max_passes))
 
-    def beams_of(self, num_rows: int) -> int:
-        return self._shape_of(num_rows, KEPT_OF_A_LEVEL).beams
+    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
+        return self._shape_of(num_rows, keep).beams
 
     def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
         num_rows = asked.num_rows
-        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, KEPT_OF_A_LEVEL, asked.draws is not None)
+        buffers, shape = self._buffers[asked.pool], self._shape_of(num_rows, asked.keep, asked.draws is not None)
         by_row = buffers.round.by_row(num_rows)
         by_row.table_rows[:num_rows].copy_(asked.table_rows)
         by_row.lengths[:num_rows].copy_(asked.lengths)

@@ -10,6 +10,7 @@ typedef struct {
     const int32_t *row_bits; /* [NUM_TABLES] high bits of a hash that give the row; 0: no hash, the row is the token */
     const int64_t *factors;  /* [4] of the last token, the one before, the one before that, and the salt */
     int64_t num_rows, isolated;
+    int64_t first_learned, end_learned; /* the tables that learn; others stay empty */
 } Tables;
 
 typedef struct {
@@ -29,9 +30,9 @@ static int64_t table_row(const Tables *tables, int64_t number, const Ngram *ngra
     return row >= 0 && row < end - start ? start + row : -1;
 }
 
-/* The successors of the longest known n-gram, or NULL. number: written, its table's. */
+/* The successors of the longest known n-gram, or NULL. number: of the first table to ask; written, that of the answer. */
 static const int32_t *longest_known(const Tables *tables, const Ngram *ngram, int64_t *number) {
-    for (*number = 0; *number < NUM_TABLES; ++*number)
+    for (; *number < NUM_TABLES; ++*number)
         for (int turn = 0; turn < (tables->isolated ? 2 : 1); turn++) { /* under the own salt, then the shared one */
             Ngram own = *ngram;
             int64_t tag;
@@ -80,7 +81,7 @@ int graft_follow(
             width += shape->beam * NUM_SUCCESSORS;
             memset(open + start, 0, (size_t)(width - start) * sizeof(float));
             for (int64_t b = 0; b < count; b++) {
-                int64_t node = chosen[b], parent = row.parents[node], depth = row.depths[node] + 1, number;
+                int64_t node = chosen[b], parent = row.parents[node], depth = row.depths[node] + 1, number = 0;
                 Ngram ngram = {row.tokens[node], row.before, row.earlier, salts[r]};
                 if (node > 0) {
                     ngram.before = row.tokens[parent];
@@ -127,7 +128,7 @@ int graft_learn(
             int32_t entries[NUM_SUCCESSORS];
             int64_t at = (start + i) * NUM_SUCCESSORS;
             entries_of(NUM_SUCCESSORS, successors + at, logits + at, entries);
-            for (int64_t number = 0; number < NUM_TABLES; number++) {
+            for (int64_t number = tables->first_learned; number < tables->end_learned; number++) {
                 int64_t tag, row = table_row(tables, number, &ngram, &tag);
                 if (row < 0) return OUT_OF_RANGE;
                 memcpy(tables->entries + row * NUM_SUCCESSORS, entries, sizeof entries);
