@@ -1,6 +1,7 @@
 """block verifies the chain of likeliest drafts, whoever drafts; block-paper cuts it at a gate and walks the matrix."""
 
 from itertools import islice
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,19 +11,18 @@ from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
-from graft.bench.baselines.host_rounds import HostBatch
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
+from graft.engine.flight import Flight
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.tree.device.buffers import NUM_BUCKETS
 from heads import make_head as make_eagle3_head
 from heads import plain_draft
-from judgements import judged
 from tiny import VOCAB, tiny_model
 
-NO_TOKEN_BEFORE = 0
 KINDS = {
     "marginal": HEADS["marginal"],
     "conditional": HEADS["conditional"],
@@ -62,17 +62,19 @@ def likeliest_chain(drafter, model, text):
 
 
 def grown(engine, batch):
-    """The chains of a round, without their roots, and who proposed their tokens; each must be a chain."""
-    rows = HostBatch(batch.sequences, batch.draft, engine.new_sampler(batch.sequences))
-    result = engine.policy.grow(rows, rows.roots(), Clock())
-    tree, names = result.tree, engine.policy.sources
+    """The chains of the next round, without their roots, and who proposed their tokens; each must be a chain."""
+    trees, tree_of, before = [], Flight.tree, [sequence.stats.draft_passes for sequence in batch.sequences]
+    with patch.object(Flight, "tree", lambda flight: trees.append(tree_of(flight)) or trees[-1]):
+        engine.run_round(batch, Clock())
+    (tree,), names = trees, engine.policy.sources
     chains, sources = [], []
     for row in range(len(tree.tokens)):
         count = tree.num_nodes[row]
         assert tree.parents[row, 1 : 1 + count].tolist() == list(range(count)), "each follows the one before"
         chains.append(tree.tokens[row, 1 : 1 + count].tolist())
         sources.append([names[number] for number in tree.sources[row, 1 : 1 + count].tolist()])
-    return chains, sources, result.passes
+    passes = [sequence.stats.draft_passes - old for sequence, old in zip(batch.sequences, before, strict=True)]
+    return chains, sources, passes
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "eagle3"])
@@ -82,11 +84,11 @@ def test_block_is_the_chain_of_the_likeliest_drafts(model, kind):
     engine = Engine(model, policy="block", drafter=drafter)
     batch = prefilled(engine, PROMPT, LONG)
     for _ in range(3):
+        expected = [likeliest_chain(drafter, model, sequence.ids) for sequence in batch.sequences]
         chains, sources, passes = grown(engine, batch)
-        assert chains == [likeliest_chain(drafter, model, sequence.ids) for sequence in batch.sequences]
+        assert chains == expected
         assert sources == [["drafted"] * drafter.max_depth] * 2
         assert passes == [drafter.max_passes] * 2
-        engine.run_round(batch, Clock())
 
 
 # block-paper
@@ -99,10 +101,13 @@ def paper_engine(model, kind, thresholds=PUBLISHED, **options):
     return engine
 
 
-def teach(engine, successor):
-    """Every token's likeliest successor, by the target."""
-    ngrams = [(NO_TOKEN_BEFORE, NO_TOKEN_BEFORE, token) for token in range(VOCAB)]
-    engine.policy.learn_top_k(judged(ngrams, [successor(token) for token in range(VOCAB)]))
+def teach(engine, successor, tokens=range(VOCAB)):
+    """The likeliest successor of each of these tokens; of others none is known."""
+    tables = engine.policy.memory.tables
+    matrix = tables.entries[int(tables.starts[-1]) :]
+    matrix.fill_(-1)
+    for token in tokens:
+        matrix[token, 0] = successor(token) * NUM_BUCKETS
 
 
 def walk(token, successor, count):
@@ -127,9 +132,9 @@ def test_the_gate_that_stops_a_chain_says_how_much_is_kept_and_the_matrix_gives_
     teach(engine, seven_on)
     length = engine.drafter.max_depth
     kept = kept or length
+    prefixes = [likeliest_chain(engine.drafter, model, sequence.ids)[:kept] for sequence in batch.sequences]
     chains, sources, _ = grown(engine, batch)
-    for chain, sequence in zip(chains, batch.sequences, strict=True):
-        prefix = likeliest_chain(engine.drafter, model, sequence.ids)[:kept]
+    for chain, prefix in zip(chains, prefixes, strict=True):
         assert chain == prefix + walk(prefix[-1], seven_on, length - kept)
     assert sources == [["drafted"] * kept + ["adjacency"] * (length - kept)] * 2
 
@@ -156,11 +161,17 @@ def test_the_walk_ends_where_the_matrix_knows_nothing(model):
     engine = paper_engine(model, "marginal", (1.0, 1.0, 1.0))
     batch = prefilled(engine, PROMPT)
     first = likeliest_chain(engine.drafter, model, PROMPT)[0]
-    engine.policy.restore({CHAIN_THRESHOLDS: torch.ones(3)})  # without what the prompt taught
-    assert grown(engine, batch)[0] == [[first]]
-    engine.policy.learn_top_k(judged([(NO_TOKEN_BEFORE, NO_TOKEN_BEFORE, token) for token in (first, 60)], [60, 59]))
+    following = {first: 60, 60: 59}
+    teach(engine, following.__getitem__, following)
     chains, sources, _ = grown(engine, batch)
     assert chains == [[first, 60, 59]] and sources == [["drafted", "adjacency", "adjacency"]]
+
+
+def test_without_a_matrix_nothing_follows_the_kept_prefix(model):
+    engine = paper_engine(model, "marginal", (1.0, 1.0, 1.0))
+    batch = prefilled(engine, PROMPT)
+    teach(engine, seven_on, ())
+    assert grown(engine, batch)[0] == [likeliest_chain(engine.drafter, model, PROMPT)[:1]]
 
 
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])

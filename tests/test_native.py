@@ -1,11 +1,10 @@
-"""The C code of `native.c` and `baselines.c` against the slow reference, to the last bit; the same trees everywhere."""
+"""The C code of `native.c` against the slow reference, to the last bit; the same trees everywhere."""
 
 import json
 import random
 import subprocess
 import sys
 from array import array
-from copy import copy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from graft.bench.baselines.native import extend_leaves, fill, keep_best
-from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
@@ -197,18 +194,6 @@ def test_calibration_counts_what_the_target_has_judged(both, data):
     assert (faded <= 10.0).all()
 
 
-@settings(deadline=None)
-@given(both_pools(), st.lists(st.integers(0, 9), min_size=3, max_size=3))
-def test_only_the_best_are_kept_and_a_copy_stays_as_it_is(both, counts):
-    kept = copy(both.pools[1])
-    before = kept.nodes.paths.clone()
-    counts = counts[: both.num_rows]
-    both.pools[0].keep_best(counts)
-    keep_best(both.pools[1], counts)
-    both.assert_equal()
-    assert torch.equal(kept.nodes.paths, before)
-
-
 # Tables
 
 
@@ -264,24 +249,6 @@ def test_tables_learn_and_are_followed(both, bits, isolated, num_successors, max
         learn_something(both, known, tables, num_successors)
     for candidates, each in zip(both.pools, (known, tables.structs), strict=True):
         candidates.follow(each, both.chances, first=3, waves=3, beam=beam, max_depth=max_depth)
-    both.assert_equal()
-
-
-@settings(deadline=None)
-@given(*tables_and_pools)
-def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_successors, max_depth):
-    known, tables = some_tables(bits, isolated)
-    known.kinds, known.rows, tables = known.kinds[2:], known.rows[2:], SuccessorTables(tables.tables[2:])
-    for _ in range(both.rng.randrange(3)):
-        learn_something(both, known, tables, num_successors)
-    templates = [make_template(both.rng.choice([(), (2,), (3, 4, 2), (8, 1)])) for _ in range(both.num_rows)]
-    written = [list(zip(t.parents[: t.count], t.ranks[: t.count], t.depths[: t.count], strict=True)) for t in templates]
-    both.pools[0].fill(known, written, 0.5, 2, max_depth)
-    fill(both.pools[1], tables.structs, templates, 0.5, 2, max_depth)
-    both.assert_equal()
-    count = both.rng.randrange(5)
-    both.pools[0].extend_leaves(known, count, 2, 0.5, 3, max_depth)
-    extend_leaves(both.pools[1], tables.structs, count, 2, 0.5, 3, max_depth)
     both.assert_equal()
 
 
