@@ -355,7 +355,7 @@ def times_learned(engine, monkeypatch):
     learn = planner.learn
 
     def watched(outcome):
-        rest = outcome.propose_seconds + outcome.rest_seconds
+        rest = outcome.propose_seconds + (outcome.rest_seconds or 0.0)
         learned.append((outcome.step_seconds, outcome.draft_seconds, rest))
         learn(outcome)
 

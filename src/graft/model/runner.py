@@ -272,9 +272,10 @@ class TargetRunner:
     def launching(self, num_tokens: int) -> Iterator[tuple[Any, Tensor]]:
         """Context of a round's step of up to `num_tokens` tokens. Gives its inputs and the block tables."""
         inputs = self._step_inputs
-        if inputs is None or inputs.room < num_tokens or inputs.columns.device != self.device:
-            inputs = self._step_inputs = StepInputs(max(2 * num_tokens, _FIRST_ROOM), self.device)
-        yield inputs, self.pool.tables
+        pool = self.pool
+        if inputs is None or inputs.room < num_tokens:
+            inputs = self._step_inputs = StepInputs(max(2 * num_tokens, _FIRST_ROOM), pool.device)
+        yield inputs, pool.tables
 
     @torch.no_grad()
     def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
@@ -322,7 +323,7 @@ class TargetRunner:
         self, step: FlatStep, is_run: np.ndarray | None = None
     ) -> tuple[KVCache, Tensor, Tensor, attention.Visibility]:
         """A forward's inputs for those tokens of a step that are run."""
-        device = self.device
+        device = self.pool.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
         if any(row.offset for row in step.rows):
