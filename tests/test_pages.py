@@ -12,8 +12,8 @@ import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Job
-from graft.engine.settings import SchedulerSettings
 from graft.engine.round_memory import RoundMemory
+from graft.engine.settings import SchedulerSettings
 from graft.model import NoRoomError, PagePool, cuda_graphs
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kv_cache import PAGE, KVStore
