@@ -445,7 +445,9 @@ def fresh_model(form: Format, source: Path, folder: Path) -> Any:
     dtype = DTYPES[form.dtype]
     if form.on_loading is not None:
         return plain_model(source, dtype, quantization_config=form.on_loading())
-    return plain_model(folder, dtype)
+    model = plain_model(folder, dtype)
+    # What transformers 5.23 unpacks, it leaves in two dtypes and cannot run.
+    return model if getattr(model.config, "quantization_config", None) else model.to(dtype)
 
 
 def compare(engine: Any, reference: Any, asked: list[tuple[list[int], SamplingSettings]], found: Result) -> None:

@@ -277,6 +277,19 @@ def test_unpacking_is_said_with_its_memory_before_it_happens(stored_in_fp8, monk
     assert engine.target.describe()["weights"] == "float32"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers unpacks such a checkpoint on a CPU only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unpacked_weights_run_in_the_dtype_asked_for(stored_in_fp8, dtype):
+    reference = AutoModelForCausalLM.from_pretrained(stored_in_fp8, dtype=dtype).to(dtype)
+    engine = graft.load(stored_in_fp8, dtype=dtype, draft=None, profile=None, budget=12)
+    assert {weight.dtype for weight in engine.target.model.parameters()} == {dtype}
+    torch.testing.assert_close(engine.target.model.state_dict(), reference.state_dict(), rtol=0, atol=0)
+    if dtype == torch.float32:
+        reference.generation_config.eos_token_id = None
+        expected = reference.generate(TOKENS, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+        assert engine.generate(TOKENS[0].tolist(), max_new_tokens=16, ignore_eos=True).ids == expected
+
+
 def test_an_adapted_output_layer_is_read_with_its_adapter():
     model = tiny_model()
     expected = 2 * model.lm_head.weight.detach()
