@@ -18,6 +18,7 @@ from graft.hub.drafters import load_drafter
 from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.fusable import why_not
 from graft.model.unusual_layers import (
+    cast_plain_weights,
     check_tokens_apart,
     output_weight,
     readable_weights,
@@ -288,6 +289,16 @@ def test_unpacked_weights_run_in_the_dtype_asked_for(stored_in_fp8, dtype):
         reference.generation_config.eos_token_id = None
         expected = reference.generate(TOKENS, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 4:].tolist()
         assert engine.generate(TOKENS[0].tolist(), max_new_tokens=16, ignore_eos=True).ids == expected
+
+
+def test_a_cast_leaves_the_numbers_of_quantised_layers_and_what_is_kept_in_float32():
+    model = replaced(ByToken, parts=("mlp.up_proj",), dtype=torch.bfloat16)
+    model.model.norm.float()
+    cast_plain_weights(model, torch.float16)
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype != torch.float16}
+    assert dtypes.pop("model.norm.weight") == torch.float32
+    assert set(dtypes) == {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(len(model.model.layers))}
+    assert set(dtypes.values()) == {torch.bfloat16}
 
 
 def test_an_adapted_output_layer_is_read_with_its_adapter():

@@ -32,6 +32,7 @@ from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
 from graft.model.support import check_decoder_only
+from graft.model.unusual_layers import cast_plain_weights
 from graft.quiet import quiet_transformers
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
@@ -48,7 +49,6 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            is_quantized = getattr(config, "quantization_config", None) is not None
             _announce_unpacking(config, name, source, dtype)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -80,21 +80,9 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             f"cannot load {name}: the weights do not fit config.json: {weight} is {list(its)} in the files and "
             f"{list(expected)} by the config ({len(misfits)} such weights); one of the two is another model's"
         )
-    if is_quantized and getattr(model.config, "quantization_config", None) is None:
-        _cast_what_was_not_unpacked(model, dtype)
+    cast_plain_weights(model, dtype)
     speed_up(model)
     return model, tokenizer
-
-
-def _cast_what_was_not_unpacked(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give all weights of an unpacked model one dtype.
-
-    transformers 5.23 leaves embeddings and norms in the dtype of the file, and then cannot run the model in another.
-    Weights that it keeps in float32 stay so.
-    """
-    for weight in model.parameters():
-        if weight.dtype in (torch.bfloat16, torch.float16):
-            weight.data = weight.data.to(dtype)
 
 
 def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> None:
