@@ -249,48 +249,17 @@ def transformers_config(name: str, **options: Any) -> Callable[[], Any]:
     return config
 
 
-def to_nearest(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit integers [out, in], scales and zeros [out, in / group], rounded to the nearest."""
-    blocks = weight.float().unflatten(1, (-1, group))
-    lowest, highest = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True).clamp(min=0)
-    scales = ((highest - lowest) / 15).half().float().clamp(min=1e-6)
-    zeros = (-lowest / scales).round().clamp(0, 15)
-    values = ((blocks / scales).round() + zeros).clamp(0, 15)
-    return values.flatten(1).int(), scales[..., 0], zeros[..., 0].int()
+def by_gptqmodel(title: str, **options: Any) -> Format:
+    """In bfloat16, because in float32 the library unpacks all weights in every forward."""
 
-
-def words(values: Tensor, dim: int, order: Sequence[int] = range(8)) -> Tensor:
-    """Eight 4-bit integers along a dimension in one int32, the first of `order` in the lowest bits."""
-    parts = values.long().movedim(dim, -1).unflatten(-1, (-1, 8))
-    packed = sum(parts[..., each] << 4 * place for place, each in enumerate(order))
-    return packed.to(torch.int32).movedim(-1, dim)
-
-
-def four_bits_by_hand(method: str, group: int = 64) -> Callable[[Path, Path], None]:
     def make(source: Path, folder: Path) -> None:
-        model = plain_model(source, torch.float16)
-        state = {}
-        for name, value in model.state_dict().items():
-            if not name.endswith("proj.weight"):
-                state[name] = value
-                continue
-            values, scales, zeros = (part.T for part in to_nearest(value, group))
-            base = name.removesuffix("weight")
-            order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else range(8)
-            state[base + "scales"] = scales.half()
-            state[base + "qweight"] = words(values, 1 if method == "awq" else 0, order)
-            state[base + "qzeros"] = words(zeros if method == "awq" else (zeros - 1) & 15, 1, order)
-            if method == "gptq":
-                state[base + "g_idx"] = torch.arange(value.shape[1], dtype=torch.int32) // group
-        del state["lm_head.weight"]  # tied
-        save(model, source, folder)
-        facts = {
-            "awq": {"version": "gemm", "zero_point": True},
-            "gptq": {"desc_act": False, "sym": False, "checkpoint_format": "gptq"},
-        }
-        rewrite(folder, state, {"quant_method": method, "bits": 4, "group_size": group} | facts[method])
+        from gptqmodel import GPTQModel, QuantizeConfig
 
-    return make
+        model = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=64, **options), device="cpu")
+        model.quantize([CALIBRATION[start:] for start in (0, 20, 50, 70)], batch_size=1)
+        model.save(str(folder))
+
+    return Format(title, "gptqmodel", make, dtype="bf16")
 
 
 def by_compressed_tensors(title: str, scheme: Callable[[], Any], activations: str = "", dtype: str = "fp32") -> Format:
@@ -317,8 +286,8 @@ FORMATS = {
     "fp8-block": Format(
         "fine-grained FP8, blocks of 64 x 64", "transformers", fine_grained_fp8, "its own conversion, called on a CPU"
     ),
-    "gptq": Format("GPTQ, groups of 64", "gptqmodel", four_bits_by_hand("gptq"), "rounded and packed by the script"),
-    "awq": Format("AWQ, groups of 64", "gptqmodel", four_bits_by_hand("awq"), "rounded and packed by the script"),
+    "gptq": by_gptqmodel("GPTQ, groups of 64"),
+    "awq": by_gptqmodel("AWQ, groups of 64", quant_method="awq", format="gemm"),
     "ct-w4a16": by_compressed_tensors("W4A16, groups of 64", preset("W4A16", group_size=64)),
     "ct-w4a16-head": Format(
         "W4A16 with lm_head",
