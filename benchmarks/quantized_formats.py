@@ -235,7 +235,9 @@ def torchao(make_config: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
         import torchao.quantization as library
         from transformers import TorchAoConfig
 
-        return TorchAoConfig(quant_type=make_config(library))
+        made = make_config(library)
+        library.quantize_(nn.Linear(64, 64, dtype=torch.bfloat16), made)  # transformers would hide the error
+        return TorchAoConfig(quant_type=made)
 
     return on_loading(config)
 
