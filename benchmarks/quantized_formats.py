@@ -502,8 +502,8 @@ def differences(gaps: Sequence[float] | None, num_texts: int, num_tokens: int) -
         return ""
     if not gaps:
         return f"0 of {num_texts} differ ({num_tokens} tokens)"
-    ordered = sorted(gaps)
-    return f"**{len(gaps)} of {num_texts} differ**, at gaps of {', '.join(map(number, ordered))}"
+    at = ", ".join(map(number, sorted(gaps)))
+    return f"**{len(gaps)} of {num_texts} differ** ({num_tokens} tokens), at gaps of {at}"
 
 
 def number(value: float) -> str:
@@ -549,10 +549,10 @@ def main() -> None:
             write_json(options.out, {each: asdict(found) for each, found in known.items()})
             gc.collect()
     versions = ", ".join(map(version_of, ("torch", "transformers")))
-    each = (
-        f"{options.prompts} prompts, greedy and at temperature {TEMPERATURE}, {options.max_new_tokens} new tokens each"
+    made = (
+        f"Half of the texts are greedy, half at temperature {TEMPERATURE}. On a CPU, {versions}.\n\n"
+        f"{table({name: known[name] for name in FORMATS if name in known})}"
     )
-    made = f"{each}. On a CPU, {versions}.\n\n{table({name: known[name] for name in FORMATS if name in known})}"
     if options.write is None:
         print(made)
     else:

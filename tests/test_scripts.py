@@ -167,7 +167,7 @@ def test_the_table_of_formats_tells_what_differs_from_what_is_refused_and_what_f
     names = ("bnb-nf4", "ao-int8-token", "ao-int8-tensor", "ao-int4")
     table = script["table"](dict(zip(names, (same, differs, refused, failed), strict=True))).splitlines()[2:]
     assert "0 of 4 differ (96 tokens)" in table[0] and "same, but within a millionth" in table[0]
-    assert "**2 of 4 differ**, at gaps of 2.0e-03, 0.5" in table[1] and "may diverge" in table[1]
+    assert "**2 of 4 differ** (96 tokens), at gaps of 2.0e-03, 0.5" in table[1] and "may diverge" in table[1]
     assert "| refused |" in table[2] and "diverge" not in table[2] and "cannot be made here" in table[3]
     assert len({line.count("|") for line in table}) == 1
 
