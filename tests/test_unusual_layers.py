@@ -280,6 +280,44 @@ def test_a_layer_that_treats_a_token_alone_is_taken_with_a_warning_if_it_rounds_
         check_tokens_apart(replaced(ByToken, dtype=dtype))
 
 
+def at_the_last_token(module, inputs, output):
+    return torch.cat([output[:, :-1], 3 * output[:, -1:]], 1)
+
+
+def less_their_mean(module, inputs, output):
+    return output - output.mean(1, keepdim=True)
+
+
+def by_the_largest(module, inputs):
+    return (inputs[0] / inputs[0].abs().amax(),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[0].mlp.register_forward_hook(at_the_last_token),
+        lambda model: model.model.embed_tokens.register_forward_hook(less_their_mean),
+        lambda model: model.model.layers[1].mlp.register_forward_pre_hook(by_the_largest),
+    ],
+)
+def test_a_hook_that_lets_tokens_change_each_other_is_refused(change, dtype):
+    model = tiny_model().to(dtype)
+    change(model)
+    with pytest.raises(GraftError, match=r"layers\.[01]\.mlp \(LlamaMLP\) changes|embed_tokens \(Embedding\) changes"):
+        check_tokens_apart(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hooks_that_treat_each_token_alone_are_taken_on_all_modules(dtype):
+    model = replaced(ByToken, dtype=dtype)
+    for module in model.modules():
+        module.register_forward_hook(lambda module, inputs, output: None)
+    with pytest.warns(UserWarning, match="rounds activations"):
+        check_tokens_apart(model)
+    assert all(len(module._forward_hooks) == 1 and not module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_model_that_transformers_itself_cannot_run_is_one_line():
     class Broken(nn.Linear):
         def forward(self, x):

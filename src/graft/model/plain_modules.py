@@ -20,18 +20,18 @@ def changed_module(network: nn.Module) -> str | None:
     """The name of a module that does more, or other things, than the forward of its class; None if there is none."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "every module"
+    return next((name or type(network).__name__ for name in changed_modules(network)), None)
+
+
+def changed_modules(network: nn.Module) -> Iterator[str]:
+    """The names of all modules with hooks or a forward of their own, or whose class was given another forward."""
     replaced = {kind for kind in set(map(type, network.modules())) if _has_replaced_forward(kind)}
     for name, module in network.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         hooked = any(getattr(hook, "__module__", None) != _QUIET_HOOKS for hook in hooks)
-        if (
-            hooked
-            or not {"forward", "_call_impl"}.isdisjoint(vars(module))
-            or hasattr(module, "_hf_hook")
-            or type(module) in replaced
-        ):
-            return name or type(network).__name__
-    return None
+        has_own = not {"forward", "_call_impl"}.isdisjoint(vars(module)) or hasattr(module, "_hf_hook")
+        if hooked or has_own or type(module) in replaced:
+            yield name
 
 
 def _has_replaced_forward(kind: type[nn.Module]) -> bool:
