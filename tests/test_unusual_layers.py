@@ -318,6 +318,12 @@ def test_hooks_that_treat_each_token_alone_are_taken_on_all_modules(dtype):
     assert all(len(module._forward_hooks) == 1 and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_hooked_model_whose_numbers_overflow_also_with_one_token_is_not_blamed_for_others():
+    model = tiny_model()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output / 0)
+    check_tokens_apart(model)
+
+
 def test_a_model_that_transformers_itself_cannot_run_is_one_line():
     class Broken(nn.Linear):
         def forward(self, x):
