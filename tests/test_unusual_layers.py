@@ -365,6 +365,17 @@ def test_text_is_that_of_generate_with_packed_weights_and_a_packed_output_layer(
     assert engine.target.describe()["weights"] == "7 Packed layers; else float32"
 
 
+def test_a_larger_output_weight_is_read_as_it_is_now():
+    model, prompt = tiny_model(), [3, 5, 7, 3, 5, 7]
+    for layer in (model.lm_head, model.model.embed_tokens):
+        layer.weight = nn.Parameter(torch.randn(len(layer.weight) + 64, layer.weight.shape[1]))
+    engine = graft.load(model=model, tokenizer=byte_tokenizer(), draft=None, budget=8, profile=None)
+    ids = engine.generate(prompt, max_new_tokens=12, ignore_eos=True).ids
+    asked = torch.tensor([prompt])
+    expected = model.generate(asked, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ids == expected[0, len(prompt) :].tolist()
+
+
 def test_a_head_borrows_the_numbers_of_a_packed_output_layer(tmp_path):
     model = tiny_model(num_hidden_layers=6)
     save_head(make_head(model, shifted=False), tmp_path)
