@@ -21,6 +21,7 @@ from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.fusable import why_not
 from graft.model.plain_modules import settings_of
 from graft.model.unusual_layers import (
+    cast_plain_weights,
     check_tokens_apart,
     output_weight,
     readable_weights,
@@ -440,6 +441,29 @@ def test_unpacking_is_said_with_its_memory_before_it_happens(stored_in_fp8, monk
     assert "is stored in fp8 and unpacked to float32 here: its weights take 0.0 GB of memory" in order[0]
     assert engine.target.describe()["weights"] == "float32"
     assert len(engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).ids) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers unpacks such a checkpoint on a CPU only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unpacked_weights_run_in_the_dtype_asked_for(stored_in_fp8, dtype):
+    reference = AutoModelForCausalLM.from_pretrained(stored_in_fp8, dtype=dtype).to(dtype)
+    engine = graft.load(stored_in_fp8, dtype=dtype, draft=None, profile=None, budget=12)
+    assert {weight.dtype for weight in engine.target.model.parameters()} == {dtype}
+    torch.testing.assert_close(engine.target.model.state_dict(), reference.state_dict(), rtol=0, atol=0)
+    if dtype == torch.float32:
+        reference.generation_config.eos_token_id = None
+        expected = reference.generate(TOKENS, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+        assert engine.generate(TOKENS[0].tolist(), max_new_tokens=16, ignore_eos=True).ids == expected
+
+
+def test_a_cast_leaves_the_numbers_of_quantised_layers_and_what_is_kept_in_float32():
+    model = replaced(ByToken, parts=("mlp.up_proj",), dtype=torch.bfloat16)
+    model.model.norm.float()
+    cast_plain_weights(model, torch.float16)
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype != torch.float16}
+    assert dtypes.pop("model.norm.weight") == torch.float32
+    assert set(dtypes) == {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(len(model.model.layers))}
+    assert set(dtypes.values()) == {torch.bfloat16}
 
 
 def test_an_adapted_output_layer_is_read_with_its_adapter():

@@ -32,6 +32,7 @@ from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
 from graft.model.support import check_decoder_only
+from graft.model.unusual_layers import cast_plain_weights
 from graft.quiet import quiet_transformers
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
@@ -48,7 +49,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            is_unpacked = _announce_unpacking(config, name, source, dtype)
+            _announce_unpacking(config, name, source, dtype)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -60,8 +61,6 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
-            if is_unpacked:
-                model.to(dtype)  # transformers 5.23 leaves what was not packed in the checkpoint's dtype
             if model.device != torch.empty(0, device=device).device:  # some quantised models refuse `to`
                 model.to(device)
     except GraftError:
@@ -81,24 +80,22 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             f"cannot load {name}: the weights do not fit config.json: {weight} is {list(its)} in the files and "
             f"{list(expected)} by the config ({len(misfits)} such weights); one of the two is another model's"
         )
+    cast_plain_weights(model, dtype)
     speed_up(model)
     return model, tokenizer
 
 
-def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> bool:
-    """Warn if transformers will unpack a quantised checkpoint here, before it takes the memory.
-
-    Returns whether it does so while it loads; compressed-tensors unpacks in the first forward.
-    """
+def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> None:
+    """Warn if transformers will unpack a quantised checkpoint here, before it takes the memory."""
     stored = getattr(config, "quantization_config", None)
     if not stored or not AutoHfQuantizer.supports_quant_method(stored):
-        return False
+        return
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(stored), pre_quantized=True)
     quantizer.validate_environment(device_map=None, weights_only=True)  # decides whether to unpack
     settings = quantizer.quantization_config
-    is_unpacked = bool(getattr(settings, "dequantize", False))
-    if not (is_unpacked or getattr(settings, "is_quantization_compressed", False)):
-        return False
+    # Compressed-tensors unpacks in the first forward.
+    if not (getattr(settings, "dequantize", False) or getattr(settings, "is_quantization_compressed", False)):
+        return
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters() * dtype.itemsize
     files = [file.stat().st_size for file in source.glob("*.safetensors")] if isinstance(source, Path) else []
@@ -108,7 +105,6 @@ def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str,
         f"{size / 1e9:.1f} GB of memory{f', {sum(files) / 1e9:.1f} GB on disk' if files else ''}",
         stacklevel=3,
     )
-    return is_unpacked
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -245,6 +245,16 @@ def readable_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in model.named_parameters() if id(weight) not in stored}
 
 
+def cast_plain_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all weights that are not in float32 or of a quantised layer the dtype that was asked for.
+
+    Of some quantised checkpoints (FP8, bitsandbytes), transformers 5.23 leaves embeddings and norms in the file's.
+    """
+    for weight in readable_weights(model).values():
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            weight.data = weight.data.to(dtype)
+
+
 def output_weight(model: PreTrainedModel) -> Tensor:
     """The weight [V, H] of a model's output layer. A layer that is not plain computes it, once."""
     layer: Any = model.get_output_embeddings()
