@@ -36,7 +36,7 @@ def doctor(
 
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
-    [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --prompts my-prompts.jsonl
+    [dim]Example:[/] graft doctor --model Qwen/Qwen2.5-7B-Instruct --prompts my-prompts.jsonl
     """
     from graft.bench.tasks import built_in_tasks, read_tasks
     from graft.data import user_message
