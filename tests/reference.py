@@ -102,15 +102,6 @@ class Candidates:
             reached.append(min(float(total), 1.0))
         return reached
 
-    def add_rows(self, rows, chances):
-        width = max(len(columns.tokens) for columns in rows)
-        for row, columns in enumerate(rows):
-            nodes = zip(columns.tokens, columns.parents, columns.sources, columns.score_bucket, strict=True)
-            for token, parent, source, score_bucket in nodes:
-                self._add(row, token, parent, float(chances[ALONE, source, score_bucket]), source, score_bucket)
-            for _ in range(width - len(columns.tokens)):
-                self._add(row, 0, 0, 0.0, 0, 0)
-
     def _pad(self, source=0):
         width = max(map(len, self.rows))
         for row, nodes in enumerate(self.rows):
