@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from graft.bench.baselines.native import extend_leaves, fill, keep_best
+from graft.bench.baselines.native import extend_leaf, fill, keep_best
 from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
 from graft.spec_decode.calibration import Calibration
@@ -246,7 +246,7 @@ def test_tables_learn_and_are_followed(both, bits, isolated, num_successors, max
 
 @settings(deadline=None)
 @given(*tables_and_pools)
-def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_successors, max_depth):
+def test_templates_are_filled_and_a_leaf_goes_on(both, bits, isolated, num_successors, max_depth):
     known, tables = some_tables(bits, isolated)
     known.kinds, known.rows, tables = known.kinds[2:], known.rows[2:], SuccessorTables(tables.tables[2:])
     for _ in range(both.rng.randrange(3)):
@@ -256,9 +256,8 @@ def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_success
     both.pools[0].fill(known, written, 0.5, 2, max_depth)
     fill(both.pools[1], tables.structs, templates, 0.5, 2, max_depth)
     both.assert_equal()
-    count = both.rng.randrange(5)
-    both.pools[0].extend_leaves(known, count, 2, 0.5, 3, max_depth)
-    extend_leaves(both.pools[1], tables.structs, count, 2, 0.5, 3, max_depth)
+    both.pools[0].extend_leaf(known, 0.5, 3, max_depth)
+    extend_leaf(both.pools[1], tables.structs, 0.5, 3, max_depth)
     both.assert_equal()
 
 
