@@ -77,6 +77,7 @@ def test_help_and_wrong_arguments_of_every_verb_are_answered_without_torch(tmp_p
             ("bench",): "name a folder for the results with --out",
             ("generate", "x", "--temperature", "-1"): "temperature must be 0 (greedy) or more",
             ("generate", "x", "--draft", "early-exit:x"): "takes a whole number, not 'x'",
+            ("generate", "x", "--model", str(model_folder), "--draft", "early-exit:9"): "must be between 1 and 2",
             ("generate", "x", "--profile", "/nope"): "/nope cannot be read as a profile",
             ("generate", "x", "--profile", prompts[1]): "cannot be read as a profile",
             ("generate", "x", "--model", "owner/name"): "the hub cannot be reached",

@@ -31,7 +31,7 @@ def doctor(
 
     Each prompt is decoded plainly before and after Graft. If the two differ too much, there is no verdict.
 
-    Without --prompts, the prompts are built-in ones. Without --limit, it uses 6 prompts in all.
+    Without --prompts, the prompts are built-in ones, --limit in all. Without --limit, it uses 6 prompts in all.
 
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
@@ -48,7 +48,7 @@ def doctor(
     ranks = zip_longest(*([prompt.text for prompt in task.prompts] for task in tasks))  # of each task in turn
     # A repeated prompt would be recalled, not decoded.
     texts = list(dict.fromkeys(text for rank in ranks for text in rank if text is not None))
-    texts = texts[: NUM_TRIALS if limit is None else None]
+    texts = texts if prompts and limit is not None else texts[: limit or NUM_TRIALS]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
     try:
         engine = load_engine(loading | {"prefix_cache": False}, max_new_tokens=max_new_tokens)

@@ -48,7 +48,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             check_decoder_only(config, name)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            _announce_unpacking(config, name, source, dtype)
+            is_unpacked = _announce_unpacking(config, name, source, dtype)
             has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -60,7 +60,9 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
-            if model.device != torch.device(device):  # some quantised models refuse `to`
+            if is_unpacked:
+                model.to(dtype)  # transformers 5.23 leaves what was not packed in the checkpoint's dtype
+            if model.device != torch.empty(0, device=device).device:  # some quantised models refuse `to`
                 model.to(device)
     except GraftError:
         raise
@@ -83,17 +85,20 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
     return model, tokenizer
 
 
-def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> None:
-    """Warn if transformers will unpack a quantised checkpoint here, before it takes the memory."""
+def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str, dtype: torch.dtype) -> bool:
+    """Warn if transformers will unpack a quantised checkpoint here, before it takes the memory.
+
+    Returns whether it does so while it loads; compressed-tensors unpacks in the first forward.
+    """
     stored = getattr(config, "quantization_config", None)
     if not stored or not AutoHfQuantizer.supports_quant_method(stored):
-        return
+        return False
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(stored), pre_quantized=True)
     quantizer.validate_environment(device_map=None, weights_only=True)  # decides whether to unpack
     settings = quantizer.quantization_config
-    # Compressed-tensors unpacks in the first forward.
-    if not (getattr(settings, "dequantize", False) or getattr(settings, "is_quantization_compressed", False)):
-        return
+    is_unpacked = bool(getattr(settings, "dequantize", False))
+    if not (is_unpacked or getattr(settings, "is_quantization_compressed", False)):
+        return False
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters() * dtype.itemsize
     files = [file.stat().st_size for file in source.glob("*.safetensors")] if isinstance(source, Path) else []
@@ -103,6 +108,7 @@ def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str,
         f"{size / 1e9:.1f} GB of memory{f', {sum(files) / 1e9:.1f} GB on disk' if files else ''}",
         stacklevel=3,
     )
+    return is_unpacked
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
