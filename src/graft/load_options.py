@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from graft.datastore.format import read_header as read_index_header
 from graft.errors import ModelError
 from graft.folders import Json, folder_of, missing_file, read_config
 from graft.home import check_no_adapter, is_gguf, model_folder
@@ -27,7 +26,6 @@ def check_load_options(
     model: Any = DEFAULT_MODEL,
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
-    datastore: str | Path | None = None,
     draft: Any = AUTO,
     profile: str | Path | None = AUTO,
     device: Any = AUTO,
@@ -42,9 +40,6 @@ def check_load_options(
     """
     require_known("policy", policy, policies)
     PolicySettings(budget)  # checks the budget
-    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} uses no datastore: leave it out")
-    if datastore is not None:
-        read_index_header(Path(datastore))
     if isinstance(device, str):
         check_device(device)
     if isinstance(dtype, str):
