@@ -220,13 +220,13 @@ class Planner:
         return self.proposing.at(num_rows, USUAL_PASS_COST * self._step_seconds(num_rows))[1]
 
     def _is_near(self, num_tokens: int, base: int) -> bool:
-        """Whether a step is at most one size larger than a plain one and all that were timed; else its time is a guess.
+        """Whether a step is at most two sizes larger than a plain one and all timed ones; else its time is a guess.
 
         base: tokens of the plain step.
         """
         sizes = self.steps.sizes
-        next_size = bisect_right(sizes, self.padded(max(self.steps.largest, base)))
-        return self.padded(num_tokens) <= sizes[min(next_size, len(sizes) - 1)]
+        place = bisect_right(sizes, self.padded(max(self.steps.largest, base))) + 1
+        return self.padded(num_tokens) <= sizes[min(place, len(sizes) - 1)]
 
     def _tokens(self, kinds: Sequence[int], size: int) -> float:
         """Expected tokens of a round with this size."""
@@ -324,8 +324,8 @@ class Planner:
         they needed, and could have verified fewer or more.
         """
         assert outcome.paths is not None
-        needs = np.zeros(outcome.paths.shape, dtype=np.int64)
-        width = min(outcome.needs.shape[1], needs.shape[1])
+        needs = np.zeros_like(outcome.paths, dtype=np.int64)
+        width = min(needs.shape[1], outcome.needs.shape[1])
         needs[:, :width] = outcome.needs[:, :width]
         ordered = needs.ravel()[order]
         if self.sees_candidates and self.fixed is None:
