@@ -30,7 +30,8 @@ WEIGHT = 0.05  # of each new round in running means: a text is known after some 
 # A draft pass adds less where retrieval has proposed much: gains are kept by retrieval's own expected tokens of a row.
 RETRIEVED = (0.02, 0.2, 0.6)  # limits between the classes
 _ANY = len(RETRIEVED) + 1  # the class of all rounds together, for plans that do not know this round's retrieval
-_FIRST_GAIN = 0.6  # of a draft pass; high, since what is tried is soon known, and what is not tried is not
+# Gains of a draft pass by class until it is tried. High, since what is tried is soon known; less where a copy is likely.
+_FIRST_PASS_GAINS = (0.6, 0.5, 0.4, 0.1, 0.6)
 # After a pass, what retrieval proposed is confirmed or refuted, and so looks worth more than before: on training
 # prompts of the default model, 0.45 tokens a round instead of 0.26. A pass is credited with that, unless retrieval was
 # sure.
@@ -395,7 +396,9 @@ class PassGains:
     """
 
     def __init__(self, num_passes: int, prior: PassGains | None = None) -> None:
-        self.means: np.ndarray = np.full((_ANY + 1, num_passes), _FIRST_GAIN) if prior is None else prior.means.copy()
+        self.means: np.ndarray = (
+            np.tile(np.array(_FIRST_PASS_GAINS)[:, None], num_passes) if prior is None else prior.means.copy()
+        )
         self._counts = np.ones(self.means.shape)  # a prior counts for one observation
         self._since = np.zeros(self.means.shape)  # rounds in which the pass came next and was not made, since it was
 
