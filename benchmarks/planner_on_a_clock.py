@@ -23,7 +23,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import batched
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +47,8 @@ class Clock:
     """The seconds of a table, told to a planner and counted."""
 
     def __init__(self, table: dict[int, float], pass_cost: float, is_noisy: bool) -> None:
-        self._sizes, self._steps, self._pass_cost, self._is_noisy = (
-            list(table),
-            list(table.values()),
-            pass_cost,
-            is_noisy,
-        )
+        self._sizes, self._steps = list(table), list(table.values())
+        self._is_noisy, self.pass_cost = is_noisy, pass_cost
         self._rng, self._burst = random.Random(0), 0
         self._done: set[str] = set()  # what was done before
         self.restart()
@@ -71,7 +66,7 @@ class Clock:
         def learn_by_the_clock(outcome: Outcome) -> None:
             num_rows = outcome.num_rows
             plain, step = self.step(num_rows), self.step(outcome.tokens + outcome.num_prefill_tokens)
-            passes = outcome.num_passes * self._pass_cost * plain
+            passes = outcome.num_passes * self.pass_cost * plain
             host = PLAIN * num_rows * (PLAIN_HOST if outcome.is_plain else HOST)
             num_tokens = num_rows + sum(map(len, outcome.nodes))
             self.seconds += step + passes + host
@@ -109,7 +104,7 @@ def policies(engine: Engine, way: str, clock: Clock, state: dict[str, torch.Tens
     name, _, number = way.partition("=")
     settings = {"chosen": {}, "nodes": {"budget": int(number or 0)}, "passes": {"passes": int(number or 0)}}[name]
     if name == "nodes":
-        settings |= {"pass_cost": clock._pass_cost * PLAIN / clock.step(1 + int(number))}
+        settings |= {"pass_cost": clock.pass_cost * PLAIN / clock.step(1 + int(number))}
     while True:
         policy = policy_with(PolicySettings(**settings), "graft", engine.target, engine.drafter)
         assert isinstance(policy, Graft)
@@ -148,8 +143,8 @@ def main() -> None:
     answers |= {"seed": 1} if options.temperature else {}
 
     def batches(paths: Sequence[Path]) -> list[list[list[int]]]:
-        asked = mixed_questions(paths, engine, options.max_new_tokens, options.limit)
-        return [[question.ids for question in batch] for batch in batched(asked, options.rows)]
+        asked = [question.ids for question in mixed_questions(paths, engine, options.max_new_tokens, options.limit)]
+        return [asked[place : place + options.rows] for place in range(0, len(asked), options.rows)]
 
     for way in options.ways.split(","):
         clock, state, speeds = Clock(STEPS[options.steps], options.pass_cost, options.noise), packaged, []
