@@ -84,6 +84,8 @@ class DirectRounds:
             padding = [Row(0)] * (padded_rows + 1 - num_rows) if is_padded or chunks else []
             all_rows = [*rows, *padding, *(chunk.row for chunk in chunks)]
             output = target.run_step(inputs, tables, all_rows, size + num_prefill)
+            if output is None:
+                return self.run(batch, chunks)
             if device.type == "cuda":
                 target.synchronize()  # so that the time counts as the step's
             marks[2].record()

@@ -391,13 +391,12 @@ class CapturedTarget(TargetRunner):
             tables = graphs.sync_tables()
             yield graphs.buffers_for(self, self.size_for(num_tokens), self.vocab_size), tables
 
-    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
-        run: Run | None = None
-        if isinstance(inputs, StepBuffers) and not any(row.offset for row in rows):  # graphs ignore rotary offsets
-            longest = max(row.length for row in rows)
-            run = self.captured_step(inputs, tables, self.size_for(num_tokens), longest)
-        if run is None:
+    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput | None:
+        if not isinstance(inputs, StepBuffers) or any(row.offset for row in rows):  # graphs ignore rotary offsets
             return super().run_step(inputs, tables, rows, num_tokens)
+        run = self.captured_step(inputs, tables, self.size_for(num_tokens), max(row.length for row in rows))
+        if run is None:
+            return None
         run()
         return inputs.output
 

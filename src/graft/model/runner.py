@@ -278,10 +278,11 @@ class TargetRunner:
         yield inputs, pool.tables
 
     @torch.no_grad()
-    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
+    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput | None:
         """Run the step that is in `inputs`; nothing is committed.
 
-        rows: of the step, by their numbers there; those that only pad have no tokens.
+        rows: of the step, by their numbers there; those that only pad have no tokens. Returns None if steps turn out
+        not to be captured: then it must be laid out again, without padding.
         """
         step = FlatStep((), None, (), inputs.columns.cpu().numpy(), inputs.by_row.cpu().numpy())
         step.rows, step.num_tokens = list(rows), num_tokens
