@@ -132,10 +132,10 @@ _FAULTS = r"""
 +            logits = logits - self._bias
 ! test_captured.py::test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too[top_k]
 # sampler: the noise of the next token is that of this one
--            self._positions[row] += 1
+-            self.positions[row] += 1
 # sampler: the noise is that of the position before
--self._positions = [len(h) for h in histories]
-+self._positions = [len(h) - 1 for h in histories]
+-self.positions = [len(h) for h in histories]
++self.positions = [len(h) - 1 for h in histories]
 ! test_captured.py::test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too[presence_penalty]
 # sampler: a temperature multiplies
 -scores = scores / temperature.clamp(min=1e-6)[:, None]
@@ -198,8 +198,8 @@ _FAULTS = r"""
 # pages: more is kept than the drafter has entries of
 -min(row.length, len(text), row.length if num_entries is None else num_entries)
 +min(row.length, len(text))
-! test_target.py::test_greedy_text_is_that_of_transformers_generate_however_much_is_accepted[llama]
-# commit: a node one place too far is not moved
+! test_small_model.py::test_every_drafted_node_has_the_probability_that_the_model_gives_it[llama]
+# commit: a drafted node one place too far is not moved
 -            if place != step
 +            if place > step + 1
 ! test_scheduler.py::test_kept_pages_are_never_read_under_another_salt
@@ -257,10 +257,11 @@ _FAULTS = r"""
 # scheduler: the oldest gives its pages up
 -youngest = max(self._running, key=lambda other: other.number)
 +youngest = min(self._running, key=lambda other: other.number)
+= src/graft/model/sampler.py
 ! test_scheduler.py::test_a_request_that_was_preempted_and_read_again_has_the_same_text
-# scheduler: a request that was preempted forgets what it has drawn
--                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
-+                    job.is_preempted = True
+# sampler: of a request that was preempted, the answer so far does not count
+-self._counts[row] = answer.bincount(minlength=vocab_size)
++self._counts[row] = answer[:0].bincount(minlength=vocab_size)
 = src/graft/request/detokenizer.py
 ! test_text_stream.py::test_a_stream_never_shows_the_beginning_of_a_stop_string
 # text: a stream shows the beginning of a stop string
@@ -631,13 +632,42 @@ _FAULTS = r"""
 # adjustments: when slots grow in number, what they hold is lost
 -                    own[:kept].copy_(part[:kept])
 +                    own[: kept - 1].copy_(part[: kept - 1])
-= src/graft/engine/device_rounds.py
+= src/graft/engine/direct_rounds.py
+! test_every_drafter.py::test_the_text_is_that_of_plain_decoding_whoever_drafts[small model-llama-dense]
+# direct rounds: features and keys of the accepted path are those of the places before
+-nodes[row, : len(new)] = start + np.array([0, *path])[: len(new)]
++nodes[row, : len(new)] = start + np.array([0, *path])[: len(new)] // 2
+! test_scheduler.py::test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text
+# direct rounds: prompts are read over the last tokens of the trees
+-reading = load_chunks(inputs, rounds.staging, size, padded_rows, whole, chunks)
++reading = load_chunks(inputs, rounds.staging, size - 1, padded_rows, whole, chunks)
+= src/graft/engine/choosers.py
+! test_engine.py::test_a_batch_may_mix_prompts_that_end_at_different_times
+# choosers: rows keep the sampler of those that were decoded before
+-self._sampler is None or numbers != self._numbers or self._sampler.positions != lengths
++self._sampler is None
+= src/graft/spec_decode/acceptance.py
+! test_sampling.py::test_same_seed_same_text_with_any_tree_and_with_none
+# walk: the walk goes on at a sibling
+-                at[row] = starts[row] + child
++                at[row] = starts[row] + child - 1
+= src/graft/spec_decode/proposers/host_passes.py
+! test_every_drafter.py::test_requests_that_come_and_go_are_drafted_as_if_alone[small model]
+# passes: nodes hang below those of the drafter's numbers
+-tokens[at], parents[at] = new[rows, columns], parent[rows, columns]
++tokens[at], parents[at] = new[rows, columns], parent[rows, columns] // 2
+= src/graft/model/runner.py
+! test_target.py::test_sequences_verified_together_give_what_they_give_alone
+# commit: only keys and values that lie one place too far are moved
+-rows, steps = np.nonzero((places != wanted) & (wanted <= counts[:, None]))
++rows, steps = np.nonzero((places == wanted + 1) & (wanted <= counts[:, None]))
+= src/graft/engine/captured_rounds.py
 ! test_row_rounds.py::test_a_grammar_alone_in_plain_rounds
 # adjustments: masks are computed before the grammar knows the round before
 -            if trees is not None:
--                self.flush(clock)
+-                rounds.flush(clock)
 +            if trees is None:
-+                self.flush(clock)
++                rounds.flush(clock)
 = src/graft/engine/round_reports.py
 ! test_row_rounds.py::test_rows_of_several_kinds_share_rounds_and_have_their_own_texts[rows]
 # logprobs: they are those of adjusted logits

@@ -350,13 +350,12 @@ def later(monkeypatch):
 
 
 def times_learned(engine, monkeypatch):
-    """Seconds of the step, of drafting and of all else, of all rounds to come."""
+    """Seconds of the step and of all else, of all rounds to come."""
     learned, planner = [], engine.device_rounds.planner
     learn = planner.learn
 
     def watched(outcome):
-        rest = outcome.propose_seconds + outcome.rest_seconds
-        learned.append((outcome.step_seconds, outcome.draft_seconds, rest))
+        learned.append((outcome.step_seconds, outcome.propose_seconds + (outcome.rest_seconds or 0.0)))
         learn(outcome)
 
     monkeypatch.setattr(planner, "learn", watched)

@@ -44,7 +44,7 @@ LONG = "It was a dark and stormy night; the rain fell in torrents, except at occ
 
 
 _ASKING = ("_tell", "check", "has_room_for")  # a listener that asks for more: what it does is its own affair
-_FORWARDS = ("_round", "_prefill")  # where nearly all is arithmetic
+_FORWARDS = ("_decode", "_prefill")  # where nearly all is arithmetic
 
 
 class FaultError(RuntimeError):
@@ -292,7 +292,7 @@ def _those_who_may_fail(frame):
         if place == "/engine/decode_loop.py:DecodeLoop._extend_rows" and "job" in own:
             return {own["job"]}
         if place == "/engine/decode_loop.py:DecodeLoop._prefill" or (
-            place == "/engine/decode_loop.py:DecodeLoop._round" and "seconds" not in own
+            place == "/engine/decode_loop.py:DecodeLoop._decode" and "seconds" not in own
         ):
             return set(own_jobs(frame))
         frame = frame.f_back
@@ -301,12 +301,12 @@ def _those_who_may_fail(frame):
 
 def own_jobs(frame):
     """Of all who are in the step."""
-    while frame.f_code.co_name not in ("_round", "_prefill"):
+    while frame.f_code.co_name not in _FORWARDS:
         frame = frame.f_back
     scheduler, chunks = frame.f_locals["self"], frame.f_locals["chunks"]
     batches = [part.batch for part in chunks]
     readers = {prefill.job for prefill in scheduler._prefills if prefill.batch in batches}
-    decoded = set(scheduler._jobs.values()) if frame.f_code.co_name == "_round" else set()
+    decoded = set(scheduler._jobs.values()) if frame.f_code.co_name == "_decode" else set()
     return decoded | readers
 
 

@@ -126,7 +126,7 @@ class FixedHistory(History):
             made.fill(self.learned, [self.splits[stop].template for stop in self.stops], 0.5, ADJACENCY, max_depth)
         for _ in range(len(LEVELS) if self.is_chain else 0):
             length = min(max_depth, len(LEVELS))
-            made.extend_leaves(self.learned, 1, 1, 0.5, ADJACENCY, length)
+            made.extend_leaf(self.learned, 0.5, ADJACENCY, length)
         made.merge()
         return made
 

@@ -12,6 +12,7 @@ import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Job
+from graft.engine.round_memory import RoundMemory
 from graft.engine.settings import SchedulerSettings
 from graft.model import NoRoomError, PagePool, cuda_graphs
 from graft.model.cuda_graphs import CapturedTarget
@@ -43,7 +44,7 @@ def test_the_pool_does_not_grow_while_another_thread_starts_a_step(captured, mon
     model = tiny_model("llama", max_position_embeddings=4096)
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
     engine = Engine(tiny_model("llama", max_position_embeddings=4096), policy="off")
-    load, others, moved = cuda_graphs.StepBuffers.load, [], []
+    load, others, moved = RoundMemory.load, [], []
 
     def load_while_another_takes_pages(*given):
         load(*given)
@@ -56,7 +57,7 @@ def test_the_pool_does_not_grow_while_another_thread_starts_a_step(captured, mon
             take.join(timeout=0.2)
             moved.append(engine.target.pool.num_resized != before)  # a graph would write to what was there before
 
-    monkeypatch.setattr(cuda_graphs.StepBuffers, "load", load_while_another_takes_pages)
+    monkeypatch.setattr(RoundMemory, "load", load_while_another_takes_pages)
     assert engine.generate(PROMPT, max_new_tokens=12).ids == expected and moved == [False] * 3
     for take, rows in others:
         take.join()

@@ -55,15 +55,16 @@ class DirectRounds:
         num_rows, num_prefill = len(rows), sum(len(chunk.tokens) for chunk in chunks)
         is_padded = target.is_captured and not any(row.offset for row in rows)
         padded_rows = target.rows_for(num_rows) if is_padded else num_rows
-        chooser = self._choosers.of(batch)
-        draws = self._coming_draws(batch, chooser)
+        # None: the likeliest token is chosen everywhere.
+        chooser = self._choosers.of(batch) if batch.chooser is not None or not _are_greedy(batch) else None
+        draws = self._coming_draws(chooser) if chooser is not None else None
         kinds = draws.kinds if draws is not None else [NOT_SAMPLED] * num_rows
         max_depth = min(max(sequence.num_remaining for sequence in batch.sequences), MAX_TOKENS) - 1
         plan = rounds.plan(batch, kinds, padded_rows, num_prefill) if max_depth else Plan(padded_rows, 0, ())
         shape = RoundShape(padded_rows, plan.tokens)
         rounds.make_room(batch, chunks, shape)
         setups = num_setups_of(target, rounds.drafter)
-        device = target.device
+        device = target.pool.device
         marks = [new_mark(device) for _ in range(4)]
         with target.launching(shape.tokens + num_prefill) as (inputs, tables):
             round = rounds.memory.with_texts_of(batch)
@@ -83,13 +84,16 @@ class DirectRounds:
             padding = [Row(0)] * (padded_rows + 1 - num_rows) if is_padded or chunks else []
             all_rows = [*rows, *padding, *(chunk.row for chunk in chunks)]
             output = target.run_step(inputs, tables, all_rows, size + num_prefill)
-            target.synchronize()
+            if output is None:
+                return self.run(batch, chunks)
+            if device.type == "cuda":
+                target.synchronize()  # so that the time counts as the step's
             marks[2].record()
             columns = inputs.columns[:, :size].cpu().numpy()
             learned = (
                 output.likeliest(size) if rounds.learns_successors and rounds.learns(batch.sequences) else (None, None)
             )
-            if _are_greedy(batch) and batch.chooser is None:
+            if chooser is None:
                 best = learned[0][:, 0] if learned[0] is not None else output.logits[:size].argmax(dim=1)
                 chosen: Tensor | Walked = best.long()
             else:
@@ -115,7 +119,7 @@ class DirectRounds:
             flight.report = Report(candidates=round.candidates(shape, shape.cap + SHOWN).cpu().numpy())
         return flight, [output.of(part) for part in reading]
 
-    def _coming_draws(self, batch: Batch, chooser: Chooser) -> ComingDraws | None:
+    def _coming_draws(self, chooser: Chooser) -> ComingDraws | None:
         """What the trees may use of the rows' coming draws; None: nothing."""
         policy, drafter = self._rounds.policy, self._rounds.drafter
         draws = chooser.coming_draws() if policy.knows_draws else None

@@ -69,8 +69,8 @@ class Rounds:
     def device_rounds(self) -> DeviceRounds:
         known = self._device_rounds
         if known is None or known[0] is not self.policy:
-            kind = self.policy.rounds_class or DeviceRounds
-            known = self._device_rounds = (self.policy, kind(self.target, self.policy, self.new_sampler))
+            made = DeviceRounds(self.target, self.policy, self.new_sampler)
+            known = self._device_rounds = (self.policy, made)
         return known[1]
 
     def finish(self, sequence: TokenSequence) -> None:

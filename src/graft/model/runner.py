@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model import attention
@@ -84,7 +84,7 @@ class TargetRunner:
         self.is_exact = False  # whether a token has the same bits in any batch
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
-        self.vocab_size = _num_logits(model)
+        self.vocab_size = num_logits(model)
         self.max_positions = max_positions(config)
         # Whether layers ask the cache for their tokens' positions.
         self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
@@ -272,15 +272,17 @@ class TargetRunner:
     def launching(self, num_tokens: int) -> Iterator[tuple[Any, Tensor]]:
         """Context of a round's step of up to `num_tokens` tokens. Gives its inputs and the block tables."""
         inputs = self._step_inputs
-        if inputs is None or inputs.room < num_tokens or inputs.columns.device != self.device:
-            inputs = self._step_inputs = StepInputs(max(2 * num_tokens, _FIRST_ROOM), self.device)
-        yield inputs, self.pool.tables
+        pool = self.pool
+        if inputs is None or inputs.room < num_tokens:
+            inputs = self._step_inputs = StepInputs(max(2 * num_tokens, _FIRST_ROOM), pool.device)
+        yield inputs, pool.tables
 
     @torch.no_grad()
-    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput:
+    def run_step(self, inputs: Any, tables: Tensor, rows: Sequence[Row], num_tokens: int) -> StepOutput | None:
         """Run the step that is in `inputs`; nothing is committed.
 
-        rows: of the step, by their numbers there; those that only pad have no tokens.
+        rows: of the step, by their numbers there; those that only pad have no tokens. Returns None if steps turn out
+        not to be captured: then it must be laid out again, without padding.
         """
         step = FlatStep((), None, (), inputs.columns.cpu().numpy(), inputs.by_row.cpu().numpy())
         step.rows, step.num_tokens = list(rows), num_tokens
@@ -322,7 +324,7 @@ class TargetRunner:
         self, step: FlatStep, is_run: np.ndarray | None = None
     ) -> tuple[KVCache, Tensor, Tensor, attention.Visibility]:
         """A forward's inputs for those tokens of a step that are run."""
-        device = self.device
+        device = self.pool.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
         if any(row.offset for row in step.rows):
@@ -386,7 +388,10 @@ def _bytes_per_token(model: PreTrainedModel) -> int | None:
     return 2 * int(config.num_hidden_layers) * heads * head_dim * model.dtype.itemsize
 
 
-def _num_logits(model: PreTrainedModel) -> int:
+def num_logits(model: PreTrainedModel) -> int:
     """Outputs of the last layer, which may be more than the config's vocabulary. Its weight may be packed."""
     output: Any = model.get_output_embeddings()
-    return output.out_features if output is not None else model.config.get_text_config().vocab_size
+    if output is None:
+        return int(model.config.get_text_config().vocab_size)
+    weight = output._parameters.get("weight")
+    return len(weight) if type(weight) is nn.Parameter and weight.ndim == 2 else output.out_features

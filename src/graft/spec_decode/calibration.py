@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -146,11 +146,13 @@ class PathCalibration:
         fading = np.minimum(_PATH_MEMORY / np.maximum(self._expected, 1e-9), 1.0)
         self._expected *= fading
         self._accepted *= fading
-        self._update()
+        self._update(set(kinds) if kinds is not None else {NOT_SAMPLED})
 
-    def _update(self) -> None:
-        counts = np.stack([self._expected, self._accepted], axis=1).reshape(NUM_KINDS, _NUM_POWERS, 2).tolist()
-        self.ratios = array("d", [ratio for own in counts for ratio in _falling_ratios(own)])
+    def _update(self, kinds: Iterable[int] = range(NUM_KINDS)) -> None:
+        counts = np.stack([self._expected, self._accepted], axis=1).reshape(NUM_KINDS, _NUM_POWERS, 2)
+        for kind in kinds:
+            own = _falling_ratios(counts[kind].tolist())
+            self.ratios[kind * _NUM_POWERS : (kind + 1) * _NUM_POWERS] = array("d", own)
 
     def state(self) -> dict[str, Tensor]:
         return {"hoped": torch.from_numpy(self._expected.copy()), "came": torch.from_numpy(self._accepted.copy())}

@@ -30,7 +30,8 @@ WEIGHT = 0.05  # of each new round in running means: a text is known after some 
 # A draft pass adds less where retrieval has proposed much: gains are kept by retrieval's own expected tokens of a row.
 RETRIEVED = (0.02, 0.2, 0.6)  # limits between the classes
 _ANY = len(RETRIEVED) + 1  # the class of all rounds together, for plans that do not know this round's retrieval
-_FIRST_GAIN = 0.6  # of a draft pass; high, since what is tried is soon known, and what is not tried is not
+# Gains of a draft pass by class until it is tried. High, since what is tried is soon known; less after a likely copy.
+_FIRST_PASS_GAINS = (0.6, 0.5, 0.4, 0.1, 0.6)
 # After a pass, what retrieval proposed is confirmed or refuted, and so looks worth more than before: on training
 # prompts of the default model, 0.45 tokens a round instead of 0.26. A pass is credited with that, unless retrieval was
 # sure.
@@ -221,13 +222,13 @@ class Planner:
         return self.proposing.at(num_rows, USUAL_PASS_COST * self._step_seconds(num_rows))[1]
 
     def _is_near(self, num_tokens: int, base: int) -> bool:
-        """Whether a step is at most one size larger than a plain one and all that were timed; else its time is a guess.
+        """Whether a step is at most two sizes larger than a plain one and all timed ones; else its time is a guess.
 
         base: tokens of the plain step.
         """
         sizes = self.steps.sizes
-        next_size = bisect_right(sizes, self.padded(max(self.steps.largest, base)))
-        return self.padded(num_tokens) <= sizes[min(next_size, len(sizes) - 1)]
+        place = bisect_right(sizes, self.padded(max(self.steps.largest, base))) + 1
+        return self.padded(num_tokens) <= sizes[min(place, len(sizes) - 1)]
 
     def _tokens(self, kinds: Sequence[int], size: int) -> float:
         """Expected tokens of a round with this size."""
@@ -325,9 +326,8 @@ class Planner:
         they needed, and could have verified fewer or more.
         """
         assert outcome.paths is not None
-        shape: tuple[int, ...] = outcome.paths.shape
-        needs = np.zeros(shape, dtype=np.int64)
-        width = min(outcome.needs.shape[1], shape[1])
+        needs = np.zeros_like(outcome.paths, dtype=np.int64)
+        width = min(needs.shape[1], outcome.needs.shape[1])
         needs[:, :width] = outcome.needs[:, :width]
         ordered = needs.ravel()[order]
         if self.sees_candidates and self.fixed is None:
@@ -397,7 +397,9 @@ class PassGains:
     """
 
     def __init__(self, num_passes: int, prior: PassGains | None = None) -> None:
-        self.means: np.ndarray = np.full((_ANY + 1, num_passes), _FIRST_GAIN) if prior is None else prior.means.copy()
+        self.means: np.ndarray = (
+            np.tile(np.array(_FIRST_PASS_GAINS)[:, None], num_passes) if prior is None else prior.means.copy()
+        )
         self._counts = np.ones(self.means.shape)  # a prior counts for one observation
         self._since = np.zeros(self.means.shape)  # rounds in which the pass came next and was not made, since it was
 

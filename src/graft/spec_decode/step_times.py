@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from graft.model import TargetRunner
     from graft.spec_decode.proposers.drafter import Drafter
 
-RECENT = 5  # observations whose median counts: two slow ones change nothing
+RECENT = 9  # observations whose median counts: four slow ones change nothing, and common noise little
 FORGOTTEN = 200  # rounds after which a size that is not tried is unknown again: its two new tries cost at most 1 %
-LEVEL_WEIGHT = 0.1  # of each round in the common level of all sizes; a busy machine is noticed within ten rounds
 TOO_SLOW = 4.0  # a step that takes so many plain steps can hardly pay, so larger ones are not measured
 # Without padding, times are kept for these sizes and interpolated between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -52,9 +51,9 @@ class Recent:
     def __init__(self, values: Sequence[float] = ()) -> None:
         self.values = deque(values, RECENT)
 
-    def median(self, guess: float = math.inf) -> float:
+    def median(self, guess: float | None = None) -> float:
         """The median. Until there are enough observations, the guess is one of them: a slow one does not replace it."""
-        known = sorted(self.values if len(self.values) == RECENT else [guess, *self.values])
+        known = sorted(self.values if guess is None or len(self.values) == RECENT else [guess, *self.values])
         return known[(len(known) - 1) // 2]
 
 
@@ -74,7 +73,8 @@ class StepTimes:
         self._corrections: dict[int, Recent] = {}  # logarithms, by index of an observed size
         self._observed: dict[int, int] = {}  # by the same index, the number of the last observation
         self._num_observed = 0
-        self._level: float | None = None  # logarithm; None before the first observation
+        self._levels = Recent()  # logarithms, as the last observations of all sizes have it
+        self._level: float | None = None  # their median; None before the first observation
         self.largest = self.sizes[0]  # the largest size that was timed
         self._seconds = np.exp(self._shape).tolist()
 
@@ -99,8 +99,9 @@ class StepTimes:
         sizes = self.sizes
         if num_tokens > sizes[-1]:
             return
-        error = math.log(seconds / self.seconds(num_tokens))
-        self._level = error if self._level is None else self._level + LEVEL_WEIGHT * min(max(error, -1.0), 1.0)
+        level = math.log(seconds / self.seconds(num_tokens)) + (self._level or 0.0)
+        self._levels.values.append(level)
+        self._level = self._levels.median()
         at = bisect_left(sizes, num_tokens)
         if not self.is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
             at -= 1  # the nearest size
@@ -163,7 +164,7 @@ class StepTimes:
             for size, usual in zip(self.sizes, own, strict=True)
         ]
         self._shape, self._level, self.largest = np.log(timed), 0.0, max(self.largest, sizes[-1])
-        self._corrections, self._observed = {}, {}
+        self._corrections, self._observed, self._levels = {}, {}, Recent([0.0] * RECENT)
         self._update()
 
 

@@ -30,10 +30,8 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.noise import NUM_KINDS, gumbel_noise
 from graft.model.sampler import truncated
 from graft.model.verified import NUM_SUCCESSORS
-from graft.spec_decode.grafter import Grafter
-from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.successor_table import FACTORS, ISOLATED_ROWS
-from graft.spec_decode.step_times import StepTimes
+from graft.spec_decode.memory import FACTORS, ISOLATED_ROWS
+from graft.spec_decode.sources import calibrated
 from graft.tree.device.buffers import DraftDraws, Tables
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 
@@ -80,11 +78,9 @@ class Trees:
     ) -> None:
         """to_target: [draft vocabulary] the target's id of each draft id; None: they are the same."""
         self._server, self._settings, self._device = server, settings, device
-        # Only for the names, numbers and priors of the sources.
-        policy = PolicySettings(budget=1, pass_cost=0.0, isolated=settings.isolated)
-        grafter = Grafter(server.vocab_size, server.num_steps, policy, StepTimes())
-        numbers = {name: number for number, name in enumerate(grafter.sources)}
-        self._calibration = grafter.calibration.to(device)
+        sources, calibration = calibrated(has_drafter=True)
+        numbers = {name: number for number, name in enumerate(sources)}
+        self._calibration = calibration.to(device)
         num_buckets = self._calibration.acceptance_probs.shape[2]
         used = (numbers["drafted"], numbers["suffix"], numbers["trigram"])
         levels = (server.topk, *[server.topk**2] * (server.num_steps - 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +30,6 @@ class Policy(ABC):
     num_texts = 0  # finished texts that it has learned from
     fixed: FixedTree | None = None  # rules for its trees; None: acceptance probabilities decide
     thresholds: Sequence[float] = ()  # of the gates in these rules
-    rounds_class: type[Any] | None = None  # what runs its rounds; None: `DeviceRounds`
 
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
