@@ -97,21 +97,18 @@ def _policy(ablation: type[Grafter]) -> type[HostGraft]:
     return type(ablation.__name__, (HostGraft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
 
 
-_IN_HOST_ROUNDS = {
-    "past": WithoutPast,
-    "ngrams": WithoutNgrams,
-    "adjacency": WithoutAdjacency,
-    "calibration": WithoutCalibration,
-    "merging": WithoutMerging,
-}
-_IN_ROUNDS = {
-    "suffix": WithoutSuffix,
-    "recall": WithoutRecall,
-    "pruning": WithoutPruning,
-    "noise": WithoutNoise,
-    "8-bits": WithoutEightBits,
-}
 ABLATIONS: dict[str, type[Policy]] = {
     f"{DEFAULT_POLICY}-without-{what}": ablation
-    for what, ablation in (_IN_ROUNDS | {what: _policy(own) for what, own in _IN_HOST_ROUNDS.items()}).items()
+    for what, ablation in {
+        "suffix": WithoutSuffix,
+        "past": _policy(WithoutPast),
+        "ngrams": _policy(WithoutNgrams),
+        "adjacency": _policy(WithoutAdjacency),
+        "recall": WithoutRecall,
+        "calibration": _policy(WithoutCalibration),
+        "pruning": WithoutPruning,
+        "merging": _policy(WithoutMerging),
+        "noise": WithoutNoise,
+        "8-bits": WithoutEightBits,
+    }.items()
 }
