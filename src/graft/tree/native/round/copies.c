@@ -17,17 +17,95 @@ static int32_t token_at(const Occurrences *found, int64_t position) {
     return position < found->end ? found->tokens[position & found->mask] : -1;
 }
 
-/* Finds a pair of tokens at the positions from `last` down to `first`. owners: of the tokens of a ring, or NULL. */
-static void find_pair(
-    Occurrences *found, int64_t first, int64_t last, int32_t prior, int32_t token, const int64_t *owners,
-    int64_t owner) {
-    int64_t latest[MAX_OCCURRENCES], count = 0;
-    for (int64_t at = last; at >= first && count < MAX_OCCURRENCES; at--) {
-        if (found->tokens[at & found->mask] != token || found->tokens[(at - 1) & found->mask] != prior) continue;
-        if (owners == NULL || owners[at & found->mask] == owner) latest[count++] = at + 1;
+/* A pair of tokens to find. */
+typedef struct {
+    int32_t prior, token;
+    int64_t owner; /* of the finished texts where it counts; -1: everywhere */
+    Occurrences *found;
+    int32_t next; /* the next pair with the same hash, from 1 on; 0: none */
+} Pair;
+
+enum { NUM_HASHES = 1 << 13, BLOCK = 64 };
+
+/* Pairs that are found in one pass over a text, from its end on. There is no index: a hash of two tokens tells whether
+   they may be one of the pairs, and almost all text is passed over by that. */
+typedef struct {
+    uint16_t heads[NUM_HASHES]; /* the first pair with this hash, from 1 on; 0: none */
+    Pair *pairs;
+    int64_t num_pairs, num_open; /* pairs that have fewer than MAX_OCCURRENCES */
+} Search;
+
+static uint32_t hash_of(int32_t prior, int32_t token) {
+    return ((uint32_t)token + 8 * (uint32_t)prior) & (NUM_HASHES - 1);
+}
+
+static void search_for(Search *search, int32_t prior, int32_t token, int64_t owner, Occurrences *found) {
+    uint16_t *head = search->heads + hash_of(prior, token);
+    search->pairs[search->num_pairs++] = (Pair){prior, token, owner, found, *head};
+    *head = (uint16_t)search->num_pairs;
+    search->num_open++;
+}
+
+/* Forgets all pairs, and turns their occurrences: the oldest comes first. */
+static void end_search(Search *search) {
+    for (int64_t p = 0; p < search->num_pairs; p++) {
+        Occurrences *found = search->pairs[p].found;
+        search->heads[hash_of(search->pairs[p].prior, search->pairs[p].token)] = 0;
+        for (int64_t i = 0; i < found->count / 2; i++) {
+            int64_t late = found->positions[i];
+            found->positions[i] = found->positions[found->count - 1 - i];
+            found->positions[found->count - 1 - i] = late;
+        }
     }
-    for (int64_t i = 0; i < count; i++) found->positions[i] = latest[count - 1 - i];
-    found->count = count;
+    search->num_pairs = search->num_open = 0;
+}
+
+/* Whether two tokens are one of the pairs, the second one at a position. */
+static void compare(Search *search, int32_t prior, int32_t token, int64_t owner, int64_t position) {
+    uint16_t *head = search->heads + hash_of(prior, token);
+    int is_open = 0;
+    for (int32_t number = *head; number > 0;) {
+        const Pair *pair = search->pairs + number - 1;
+        int has_room = pair->found->count < MAX_OCCURRENCES;
+        if (has_room && pair->prior == prior && pair->token == token && (pair->owner == -1 || pair->owner == owner)) {
+            pair->found->positions[pair->found->count++] = position + 1;
+            has_room = pair->found->count < MAX_OCCURRENCES;
+            search->num_open -= !has_room;
+        }
+        is_open |= has_room;
+        number = pair->next;
+    }
+    if (!is_open) *head = 0; /* none of these is looked for any longer */
+}
+
+/* Passes over `count` tokens, the latest first, each of which has one before it. position: of the first of them. */
+static void scan(Search *search, const int32_t *tokens, const int64_t *owners, int64_t count, int64_t position) {
+    while (count > 0 && search->num_open > 0) {
+        int64_t size = least(count, BLOCK);
+        const int32_t *block = tokens + count - size;
+        uint32_t hits = 0;
+        if (search->num_pairs == 1) { /* processors compare several tokens at once */
+            int32_t prior = search->pairs[0].prior, token = search->pairs[0].token;
+            for (int64_t i = 0; i < size; i++) hits |= (block[i - 1] == prior) & (block[i] == token);
+        } else {
+            for (int64_t i = 0; i < size; i++) hits |= search->heads[hash_of(block[i - 1], block[i])];
+        }
+        count -= size;
+        for (int64_t i = size - 1; i >= 0 && hits; i--)
+            if (search->heads[hash_of(block[i - 1], block[i])])
+                compare(search, block[i - 1], block[i], owners != NULL ? owners[count + i] : 0, position + count + i);
+    }
+}
+
+/* Passes over the ring of finished texts. Positions count from the first token ever written. */
+static void scan_ring(Search *search, const Texts *texts) {
+    int64_t first = texts->past_end[1] + 1, mask = texts->ring - 1;
+    for (int64_t last = texts->past_end[0] - 1; last >= first && search->num_open > 0;) {
+        int64_t at = last & mask, count = least(at, last - first + 1);
+        if (at == 0) compare(search, texts->past[mask], texts->past[0], texts->owners[0], last--);
+        scan(search, texts->past + at - count + 1, texts->owners + at - count + 1, count, last - count + 1);
+        last -= count;
+    }
 }
 
 /* Compares the occurrences with the end of the path, `suffix`, in reverse order. The branches of the longest matches
@@ -174,45 +252,69 @@ static int attach(
     return OK;
 }
 
+/* The end of a node's path, with the text before it, in reverse order. */
+static void suffix_of(const Row *row, const int32_t *text, int64_t node, int32_t *suffix) {
+    int64_t depth = row->depths[node];
+    for (int64_t back = 0; back < MAX_LENGTH; back++) {
+        int64_t at = row->end - 1 - (back - depth); /* in the text */
+        suffix[back] = back < depth ? row->tokens[node] : at >= 0 ? text[at] : -2;
+        node = row->parents[node];
+    }
+}
+
 int graft_add_copies(
     const Pool *pool, const Shape *shape, const Texts *texts, const int32_t *table_rows, const int64_t *owners,
     const int32_t *places, int64_t num_places, const Probs *probs, const int32_t *max_depths, const Draws *draws,
     int64_t source, int64_t first) {
-    int64_t written = texts->past_end[0], dropped = texts->past_end[1];
-    for (int64_t r = 0; r < shape->num_rows; r++) {
-        int64_t end;
-        const int32_t *text = text_of(texts, table_rows[r], &end);
-        if (text == NULL) return OUT_OF_RANGE;
-        Row row = row_of(pool, r, draws, end);
-        for (int64_t p = 0; p < num_places; p++) {
-            int64_t node = places[r * num_places + p];
-            if (node < 0) continue;
-            if (node >= pool->capacity) return OUT_OF_RANGE;
-            Occurrences own = {text, -1, end}, past = {texts->past, texts->ring - 1, INT64_MAX};
-            int32_t token = row.tokens[node], prior = node > 0 ? row.tokens[row.parents[node]] : row.before;
-            if (prior >= 0) {
-                find_pair(&own, 1, end - 1, prior, token, NULL, 0);
-                find_pair(&past, dropped + 1, written - 1, prior, token, texts->owners, owners[r]);
-            }
-            /* The last tokens of the text and the path down to the node, in reverse order. */
-            int64_t top = row.depths[node], at = node;
-            int32_t suffix[MAX_LENGTH];
-            for (int64_t back = 0; back < MAX_LENGTH; back++) {
-                if (back < top) {
-                    suffix[back] = row.tokens[at];
-                    at = row.parents[at];
-                } else {
-                    suffix[back] = back - top < end ? text[end - 1 - (back - top)] : -2;
-                }
-            }
-            begin_branches(&own, suffix, node);
-            begin_branches(&past, suffix, node);
-            int64_t limit = least(MAX_LENGTH, max_depths[r] - top), own_first = first + 2 * shape->copy_nodes * p;
-            if (attach(
-                    &row, node, &own, &past, limit, own_first, own_first + shape->copy_nodes, shape->copy_nodes, source,
-                    probs))
-                return OUT_OF_RANGE;
-        }
+    int64_t size = shape->num_rows * num_places;
+    if (size >= UINT16_MAX) return OUT_OF_RANGE;
+    Search *search = calloc(1, sizeof(Search));
+    Occurrences *all = malloc((size_t)(2 * size + 1) * sizeof(Occurrences)); /* by place: own, past */
+    int failed = search == NULL || all == NULL ? NO_MEMORY : OK;
+    if (!failed) {
+        search->pairs = malloc((size_t)(size + 1) * sizeof(Pair));
+        if (search->pairs == NULL) failed = NO_MEMORY;
     }
-    return OK;
+    /* First the finished texts, for all rows at once; then each row's own. */
+    for (int turn = 0; turn < 2 && !failed; turn++) {
+        for (int64_t r = 0; r < shape->num_rows && !failed; r++) {
+            int64_t end = 0;
+            const int32_t *text = text_of(texts, table_rows[r], &end);
+            Row row = row_of(pool, r, draws, end);
+            for (int64_t p = 0; p < num_places && !failed; p++) {
+                int64_t node = places[r * num_places + p];
+                Occurrences *found = all + 2 * (r * num_places + p) + 1 - turn;
+                if (text == NULL || node >= pool->capacity) failed = OUT_OF_RANGE;
+                if (failed || node < 0) continue;
+                int32_t token = row.tokens[node], prior = node > 0 ? row.tokens[row.parents[node]] : row.before;
+                found->tokens = turn ? text : texts->past;
+                found->mask = turn ? -1 : texts->ring - 1;
+                found->end = turn ? end : INT64_MAX;
+                found->count = 0;
+                if (prior >= 0) search_for(search, prior, token, turn ? -1 : owners[r], found);
+            }
+            if (!turn || failed) continue;
+            if (end > 1) scan(search, text + 1, NULL, end - 1, 1);
+            end_search(search);
+            for (int64_t p = 0; p < num_places && !failed; p++) {
+                int64_t node = places[r * num_places + p], own_first = first + 2 * shape->copy_nodes * p;
+                Occurrences *own = all + 2 * (r * num_places + p), *past = own + 1;
+                if (node < 0) continue;
+                int32_t suffix[MAX_LENGTH];
+                suffix_of(&row, text, node, suffix);
+                begin_branches(own, suffix, node);
+                begin_branches(past, suffix, node);
+                failed = attach(
+                    &row, node, own, past, least(MAX_LENGTH, max_depths[r] - row.depths[node]), own_first,
+                    own_first + shape->copy_nodes, shape->copy_nodes, source, probs);
+            }
+        }
+        if (turn || failed) continue;
+        scan_ring(search, texts);
+        end_search(search);
+    }
+    if (search != NULL) free(search->pairs);
+    free(search);
+    free(all);
+    return failed;
 }
