@@ -44,6 +44,10 @@ class History:
         self.rounds = [new_round(kernels, self.is_isolated) for kernels in modules]
         self.table_rows = rng.sample(range(1, 6), self.num_rows)
         self.owners = [rng.choice((0, 7)) for _ in range(self.num_rows)]
+        # Only C lets answers of a group copy each other.
+        is_grouped = len(modules) == 1 and seed % 4 > 1
+        self.groups = [rng.choice((0, 3)) if is_grouped else 0 for _ in range(self.num_rows)]
+        self.num_prompt_tokens = [rng.choice((0, 1, 5, 30)) for _ in range(self.num_rows)]
         self.salts = [rng.choice((0, 5)) if self.is_isolated else 0 for _ in range(self.num_rows)]
         kinds = ((3, BITS, self.is_isolated), (2, BITS, self.is_isolated), (1, None, self.is_isolated))
         self.learned = reference.Tables(kinds)
@@ -88,6 +92,12 @@ class History:
                 break
         return texts[::-1]
 
+    def beside(self, row):
+        """The other answers that the row may copy, each with the tokens of the prompt."""
+        group, num_prompt = self.groups[row], self.num_prompt_tokens[row]
+        others = [other for other in range(self.num_rows) if other != row and self.groups[other] == group]
+        return [(self.texts[other], num_prompt) for other in others if group]
+
     def new_draws(self):
         """What is known of each row's draws, and their columns for the kernels."""
         rng, draws = self.rng, []
@@ -128,6 +138,7 @@ class History:
         total, num_passes = rng.randrange(shape.tokens - rows + 1), rng.randrange(len(LEVELS) + 1)
         given = {
             **{"table_rows": self.table_rows, "caps": caps, "max_depths": [max_depth] * rows, "owners": self.owners},
+            **{"groups": self.groups, "num_prompt_tokens": self.num_prompt_tokens},
             **{"salts": self.salts, "total": [total], "drafts": [int(num_passes > 0)]},
             "thresholds": [-1.0 if number < num_passes else 1e9 for number in range(len(LEVELS) + 2)],
         }
@@ -161,7 +172,8 @@ class History:
         """The reference's candidates of the round."""
         sizes = shape.pool(LEVELS)
         made = reference.Candidates([text[-1] for text in self.texts], self.texts, self.salts, draws)
-        past, beside = [self.past_of(row) for row in range(self.num_rows)], [[]] * self.num_rows
+        rows = range(self.num_rows)
+        past, beside = [self.past_of(row) for row in rows], [self.beside(row) for row in rows]
         limits = (sizes.num_places, max_depth, MAX_LENGTH, sizes.copy_nodes)
         copies = (self.texts, past, beside, COPIES, self.chances, *limits)
         made.attach_copies(*copies)

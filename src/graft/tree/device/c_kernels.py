@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import Draws, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 from graft.tree.native import HERE, load_library
 
 
@@ -43,6 +43,10 @@ class _TextsStruct(ctypes.Structure):
 
 class _DrawsStruct(ctypes.Structure):
     _fields_ = _fields(addresses="kinds seeds powers barred times is_keyed", numbers="num_barred num_depths")
+
+
+class _OthersStruct(ctypes.Structure):
+    _fields_ = _fields(addresses="owners groups num_prompt_tokens")
 
 
 class _ProbsStruct(ctypes.Structure):
@@ -80,7 +84,7 @@ def _library() -> Any:
 
 def _at(column: Tensor, dtype: torch.dtype = torch.int32) -> int:
     """The address of a tensor's memory, which C reads as this dtype."""
-    assert column.dtype is dtype and column.is_contiguous() and column.device.type == "cpu"
+    assert column.dtype is dtype and column.is_contiguous() and column.is_cpu
     return column.data_ptr()
 
 
@@ -175,7 +179,7 @@ def add_copies(
     shape: PoolShape,
     texts: Texts,
     table_rows: Tensor,
-    owners: Tensor,
+    others: Others,
     places: Tensor,
     acceptance_probs: Tensor,
     max_depths: Tensor,
@@ -184,7 +188,8 @@ def add_copies(
     first: int,
     max_context: int,
 ) -> None:
-    of_rows = (_at(table_rows), _at(owners, torch.int64), _at(places), places.shape[1])
+    besides = _OthersStruct(_at(others.owners, torch.int64), _at(others.groups), _at(others.num_prompt_tokens))
+    of_rows = (_at(table_rows), ctypes.byref(besides), _at(places), places.shape[1])
     calibration = (_probs(acceptance_probs), _at(max_depths), _draws(draws))
     _library().graft_add_copies(_pool(pool), _shape(shape), _texts(texts), *of_rows, *calibration, source, first)
 

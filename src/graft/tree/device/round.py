@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import MAX_BARRED, NUM_BUCKETS, Draws, Entries, Pool, PoolShape, Ranked, Tables, Texts
+from graft.tree.device.buffers import (
+    MAX_BARRED,
+    NUM_BUCKETS,
+    Draws,
+    Entries,
+    Others,
+    Pool,
+    PoolShape,
+    Ranked,
+    Tables,
+    Texts,
+)
 from graft.tree.device.kernels import kernels_for
 
 MAX_TOKENS = 32  # new tokens of a row in a round; trees are at most 31 deep, as the last one is the target's own
@@ -96,6 +107,8 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: unused
         "max_depths": (i32, by_row),
         "owners": (i64, by_row),  # whose finished texts the row may copy
+        "groups": (i32, by_row),  # see `Others`
+        "num_prompt_tokens": (i32, by_row),
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
@@ -187,6 +200,7 @@ class DeviceRound:
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
         inputs = self.inputs
         self.draws = Draws(inputs["kinds"], inputs["seeds"], inputs["powers"], inputs["barred"])
+        self._others = Others(inputs["owners"], inputs["groups"], inputs["num_prompt_tokens"])
         self.pool = Pool(max_rows, self._capacity(), device)
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
         self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -309,7 +323,7 @@ class DeviceRound:
         inputs, source = self.inputs, self.sources.copies
         assert source is not None
         self.kernels.add_copies(
-            *(self.pool, shape, self.texts, inputs["table_rows"], inputs["owners"], places),
+            *(self.pool, shape, self.texts, inputs["table_rows"], self._others, places),
             *(inputs["acceptance_probs"], inputs["max_depths"], self.draws, source, first, max_context),
         )
 

@@ -262,59 +262,111 @@ static void suffix_of(const Row *row, const int32_t *text, int64_t node, int32_t
     }
 }
 
+/* Texts that a row may copy besides its own. */
+typedef struct {
+    const int64_t *owners;     /* [rows] whose finished texts */
+    const int32_t *groups;     /* [rows] rows of a group see each other's texts after the prompt; 0: no group */
+    const int32_t *num_prompt; /* [rows] tokens of the prompt */
+} Others;
+
+/* Searches a text for the ends of the paths of a row's places. found: by place, `stride` apart. */
+static int seek(
+    Search *search, const Row *row, const int32_t *places, int64_t num_places, int64_t owner, const int32_t *tokens,
+    int64_t mask, int64_t end, Occurrences *found, int64_t stride) {
+    for (int64_t p = 0; p < num_places; p++, found += stride) {
+        int64_t node = places[p];
+        if (node >= row->capacity) return OUT_OF_RANGE;
+        *found = (Occurrences){.tokens = tokens, .mask = mask, .end = end};
+        if (node < 0) continue;
+        int32_t prior = node > 0 ? row->tokens[row->parents[node]] : row->before;
+        if (prior >= 0) search_for(search, prior, row->tokens[node], owner, found);
+    }
+    return OK;
+}
+
+/* Ends the search, and compares what was found with the row's paths. */
+static void weigh(
+    Search *search, const Row *row, const int32_t *text, const int32_t *places, int64_t num_places,
+    Occurrences *found, int64_t stride) {
+    end_search(search);
+    for (int64_t p = 0; p < num_places; p++, found += stride) {
+        int32_t suffix[MAX_LENGTH];
+        if (places[p] < 0) continue;
+        suffix_of(row, text, places[p], suffix);
+        begin_branches(found, suffix, places[p]);
+    }
+}
+
+/* Everything for one row, but the search of finished texts: found is [places][2], for its own text and for those. */
+static int add_to_row(
+    const Row *row, const Shape *shape, const Texts *texts, const int32_t *table_rows, const Others *others,
+    const int32_t *places, int64_t num_places, const Probs *probs, int64_t max_depth, int64_t source, int64_t first,
+    Search *search, Occurrences *found, Occurrences *more) {
+    int64_t end = row->end;
+    const int32_t *text = text_of(texts, table_rows[row->number], &end);
+    int failed = seek(search, row, places, num_places, -1, text, -1, end, found, 2);
+    if (failed) return failed;
+    if (end > 1) scan(search, text + 1, NULL, end - 1, 1);
+    weigh(search, row, text, places, num_places, found, 2);
+    weigh(search, row, text, places, num_places, found + 1, 2);
+    int64_t group = others->groups[row->number], start = others->num_prompt[row->number];
+    for (int64_t r = 0; r < shape->num_rows && group != 0; r++) {
+        int64_t other_end, begin = start > 2 ? start - 1 : 1;
+        if (r == row->number || others->groups[r] != group) continue;
+        const int32_t *other = text_of(texts, table_rows[r], &other_end);
+        if (other == NULL) return OUT_OF_RANGE;
+        failed = seek(search, row, places, num_places, -1, other, -1, other_end, more, 1);
+        if (failed) return failed;
+        if (other_end > begin) scan(search, other + begin, NULL, other_end - begin, begin);
+        weigh(search, row, text, places, num_places, more, 1);
+        for (int64_t p = 0; p < num_places; p++) /* another answer takes the place of finished texts if it fits better */
+            if (places[p] >= 0 && more[p].longest > found[2 * p + 1].longest) found[2 * p + 1] = more[p];
+    }
+    for (int64_t p = 0; p < num_places && !failed; p++) {
+        int64_t own_first = first + 2 * shape->copy_nodes * p;
+        if (places[p] < 0) continue;
+        failed = attach(
+            row, places[p], found + 2 * p, found + 2 * p + 1, least(MAX_LENGTH, max_depth - row->depths[places[p]]),
+            own_first, own_first + shape->copy_nodes, shape->copy_nodes, source, probs);
+    }
+    return failed;
+}
+
 int graft_add_copies(
-    const Pool *pool, const Shape *shape, const Texts *texts, const int32_t *table_rows, const int64_t *owners,
+    const Pool *pool, const Shape *shape, const Texts *texts, const int32_t *table_rows, const Others *others,
     const int32_t *places, int64_t num_places, const Probs *probs, const int32_t *max_depths, const Draws *draws,
     int64_t source, int64_t first) {
     int64_t size = shape->num_rows * num_places;
     if (size >= UINT16_MAX) return OUT_OF_RANGE;
     Search *search = calloc(1, sizeof(Search));
-    Occurrences *all = malloc((size_t)(2 * size + 1) * sizeof(Occurrences)); /* by place: own, past */
-    int failed = search == NULL || all == NULL ? NO_MEMORY : OK;
-    if (!failed) {
-        search->pairs = malloc((size_t)(size + 1) * sizeof(Pair));
-        if (search->pairs == NULL) failed = NO_MEMORY;
-    }
-    /* First the finished texts, for all rows at once; then each row's own. */
-    for (int turn = 0; turn < 2 && !failed; turn++) {
+    Pair *pairs = malloc((size_t)(size + 1) * sizeof(Pair));
+    Occurrences *found = malloc((size_t)(2 * size + num_places + 1) * sizeof(Occurrences));
+    int failed = search == NULL || pairs == NULL || found == NULL ? NO_MEMORY : OK;
+    if (!failed) search->pairs = pairs;
+    for (int turn = 0; turn < 2; turn++) { /* finished texts are searched for all rows at once */
         for (int64_t r = 0; r < shape->num_rows && !failed; r++) {
-            int64_t end = 0;
-            const int32_t *text = text_of(texts, table_rows[r], &end);
+            int64_t end, at = r * num_places;
+            if (text_of(texts, table_rows[r], &end) == NULL) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
             Row row = row_of(pool, r, draws, end);
-            for (int64_t p = 0; p < num_places && !failed; p++) {
-                int64_t node = places[r * num_places + p];
-                Occurrences *found = all + 2 * (r * num_places + p) + 1 - turn;
-                if (text == NULL || node >= pool->capacity) failed = OUT_OF_RANGE;
-                if (failed || node < 0) continue;
-                int32_t token = row.tokens[node], prior = node > 0 ? row.tokens[row.parents[node]] : row.before;
-                found->tokens = turn ? text : texts->past;
-                found->mask = turn ? -1 : texts->ring - 1;
-                found->end = turn ? end : INT64_MAX;
-                found->count = 0;
-                if (prior >= 0) search_for(search, prior, token, turn ? -1 : owners[r], found);
-            }
-            if (!turn || failed) continue;
-            if (end > 1) scan(search, text + 1, NULL, end - 1, 1);
-            end_search(search);
-            for (int64_t p = 0; p < num_places && !failed; p++) {
-                int64_t node = places[r * num_places + p], own_first = first + 2 * shape->copy_nodes * p;
-                Occurrences *own = all + 2 * (r * num_places + p), *past = own + 1;
-                if (node < 0) continue;
-                int32_t suffix[MAX_LENGTH];
-                suffix_of(&row, text, node, suffix);
-                begin_branches(own, suffix, node);
-                begin_branches(past, suffix, node);
-                failed = attach(
-                    &row, node, own, past, least(MAX_LENGTH, max_depths[r] - row.depths[node]), own_first,
-                    own_first + shape->copy_nodes, shape->copy_nodes, source, probs);
-            }
+            if (turn == 0)
+                failed = seek(
+                    search, &row, places + at, num_places, others->owners[r], texts->past, texts->ring - 1, INT64_MAX,
+                    found + 2 * at + 1, 2);
+            else
+                failed = add_to_row(
+                    &row, shape, texts, table_rows, others, places + at, num_places, probs, max_depths[r], source,
+                    first, search, found + 2 * at, found + 2 * size);
         }
-        if (turn || failed) continue;
-        scan_ring(search, texts);
-        end_search(search);
+        if (turn == 0 && !failed) {
+            scan_ring(search, texts);
+            end_search(search);
+        }
     }
-    if (search != NULL) free(search->pairs);
     free(search);
-    free(all);
+    free(pairs);
+    free(found);
     return failed;
 }
