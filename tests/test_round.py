@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import random
+import subprocess
 from itertools import pairwise
 
 import pytest
 import torch
 
 import reference
+from compilers import COMPILERS, works
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.spec_decode.proposers.successor_table import FACTORS
 from graft.tree.device import c_kernels
@@ -323,6 +325,52 @@ def test_rounds_in_triton_are_the_same_to_the_last_bit(seed):
     history = History(seed, [c_kernels, triton_kernels])
     for _ in range(3 if seed < 6 else 12):
         history.play()
+
+
+@pytest.mark.parametrize("flags", [pytest.param("-O0", marks=pytest.mark.slow), "-O3 -march=native -ffp-contract=off"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_compiler_makes_the_same_rounds(monkeypatch, executable_folder, compiler, flags):
+    if not works(COMPILERS[compiler], executable_folder):
+        pytest.skip(f"there is no {compiler} that makes a library")
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(c_kernels.HERE / "round.c")]
+    subprocess.run([*command, "-o", str(executable_folder / "_round.abi3.so")], check=True, timeout=600)
+    monkeypatch.setattr(c_kernels, "HERE", executable_folder)
+    c_kernels._library.cache_clear()
+    try:
+        test_rounds_in_c_are_those_of_the_reference(1)
+        test_rounds_in_c_are_those_of_the_reference(3)
+    finally:
+        monkeypatch.undo()
+        c_kernels._library.cache_clear()
+
+
+def test_what_is_out_of_range_is_refused():
+    """Before C reads or writes there."""
+    history = History(1, [c_kernels])
+    each, one = history.rounds[0], torch.ones(1, dtype=torch.int32)
+    shape = RoundShape(1, 8).pool(LEVELS)
+    with pytest.raises(IndexError):
+        c_kernels.begin(each.pool, shape, each.texts, 6 * one)  # there are six texts
+    c_kernels.begin(each.pool, shape, each.texts, one)
+    of_pass = (each.draws, one, torch.zeros(4), torch.zeros(4), torch.ones(4, dtype=torch.int32))
+    level = [torch.full((LEVELS[0],), number, dtype=torch.int32) for number in (5, 1)]
+    q = torch.ones(LEVELS[0])
+    with pytest.raises(IndexError):  # the first node is its own parent
+        c_kernels.add_level(each.pool, shape, 0, *level, q, history.chances, *of_pass, DRAFTED, NUM_BEAMS, 1)
+    with pytest.raises(IndexError):
+        c_kernels.add_level(each.pool, shape, 0, level[0], 0 * level[1], q, history.chances, *of_pass, 7, NUM_BEAMS, 1)
+    ids = torch.zeros(1, NUM_SUCCESSORS, dtype=torch.int32)
+    step = (
+        VOCABULARY * one,
+        0 * one,
+        0 * one,
+        0 * one,
+        0 * one,
+        -torch.ones(2, 1, dtype=torch.int32),
+        torch.tensor([0]),
+    )
+    with pytest.raises(IndexError):  # in the table that has a row for each token
+        c_kernels.learn(each.tables, *step, ids, torch.zeros(1, NUM_SUCCESSORS), 1, False)
 
 
 def test_kernels_in_c_and_in_triton_take_the_same_arguments():
