@@ -23,15 +23,15 @@ DRAFTED, COPIES, TABLES = 1, 2, 4
 SOURCES = Sources(7, 32 * 8, NUM_KINDS, DRAFTED, COPIES, TABLES)  # of copies: by match, and in sampled rows by noise
 NUM_BEAMS, LEVELS = 3, (4, 6)
 VOCABULARY = 12  # few tokens, so that equal paths are common
-CONTEXT, RING, BITS = 300, 512, 6
+CONTEXT, BITS = 300, 6
 Q = (0.0, 1e-9, 0.004, 0.25, 0.5, 0.5**0.5, 0.9, 1.0)
 CPU = torch.device("cpu")
 
 
-def new_round(kernels, is_isolated):
+def new_round(kernels, ring, is_isolated):
     sizes = (1 << BITS, 1 << BITS, VOCABULARY)
     known = Tables.make(sizes, (True, True, False), FACTORS, is_isolated, CPU)
-    shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": RING}
+    shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": ring}
     drafts = {"levels": lambda rows: LEVELS, "num_beams": lambda rows: NUM_BEAMS, "num_passes": len(LEVELS)}
     return DeviceRound(**shape, **drafts, depths_of_pass=1, sources=SOURCES, known=known, device=CPU, kernels=kernels)
 
@@ -43,7 +43,8 @@ class History:
         self.rng = rng = random.Random(seed)
         self.num_rows, self.num_tokens = 1 + seed % 4, 3 + seed % 5
         self.is_isolated, self.knows_other_noise = seed % 3 == 0, knows_other_noise
-        self.rounds = [new_round(kernels, self.is_isolated) for kernels in modules]
+        self.ring = 64 if seed % 2 else 512  # the smaller one ends in the middle of most texts
+        self.rounds = [new_round(kernels, self.ring, self.is_isolated) for kernels in modules]
         self.table_rows = rng.sample(range(1, 6), self.num_rows)
         self.owners = [rng.choice((0, 7)) for _ in range(self.num_rows)]
         # Only C lets answers of a group copy each other.
@@ -75,17 +76,17 @@ class History:
         text, owner = self.texts[row], self.owners[row]
         for token in (*text, -1):
             for each in self.rounds:
-                each.texts.past[self.num_past % RING], each.texts.owners[self.num_past % RING] = token, owner
+                each.texts.past[self.num_past % self.ring], each.texts.owners[self.num_past % self.ring] = token, owner
             self.num_past += 1
         for each in self.rounds:
-            each.texts.past_end.copy_(torch.tensor([self.num_past, max(self.num_past - RING, 0)]))
+            each.texts.past_end.copy_(torch.tensor([self.num_past, max(self.num_past - self.ring, 0)]))
         self.past.append((owner, text))
         self.texts[row] = self.tokens(self.rng.choice((1, 2, 25)))
         self.write_text(row, self.texts[row])
 
     def past_of(self, row):
         """The finished texts that the row may copy, as far as they are still in the ring, which may cut the oldest."""
-        left, texts = RING - 1, []
+        left, texts = self.ring, []
         for owner, text in reversed(self.past):
             kept = text[max(len(text) + 1 - left, 0) :]
             left -= len(text) + 1
