@@ -594,6 +594,7 @@ _FAULTS = r"""
 # copies: where the ring of finished texts ends, a pair is overlooked
 -if (at == 0) compare(search, texts->past[mask], texts->past[0], texts->owners[0], last--);
 +if (at == 0) last--;
+! test_round.py::test_rounds_in_c_are_those_of_the_reference[0]
 # copies: short matches take nodes from the longest
 -found->is_active[i] = 2 * matches[i] > found->longest;
 +found->is_active[i] = 2 * matches[i] >= found->longest;

@@ -348,6 +348,7 @@ def learn(
     is_text: bool,
 ) -> None:
     """A row's tokens stand together in the step, place by place, so the places need not be read."""
+    successors = successors.int()
     _library().graft_learn(
         *(_tables(tables), len(step_tokens), num_rows, _at(step_tokens), _at(step_parents), _at(step_rows)),
         *(_at(starts), _at(before), before.shape[1], _at(salts, torch.int64)),
