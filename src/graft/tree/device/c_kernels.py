@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from ctypes import c_int64, c_void_p
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def _at(column: Tensor, dtype: torch.dtype = torch.int32) -> int:
 
 
 def _held(owner: Any, make: Any) -> Any:
-    """The structure of an owner of tensors, made once: its tensors never move."""
+    """The structure of a shape, a tensor or an owner of tensors, made once: its memory never moves."""
     held = vars(owner).get("_struct")
     if held is None:
         struct = make(owner)
@@ -115,11 +115,14 @@ def _new_pool(pool: Pool) -> _PoolStruct:
     )
 
 
-@lru_cache(maxsize=64)
 def _shape(shape: PoolShape) -> Any:
+    return _held(shape, _new_shape)
+
+
+def _new_shape(shape: PoolShape) -> _ShapeStruct:
     places = (shape.first_level, shape.first_copy, shape.first_wave, shape.width)
     sizes = (shape.num_rows, shape.copy_nodes, shape.num_places, *places, shape.num_waves, shape.beam)
-    return ctypes.byref(_ShapeStruct(*sizes))
+    return _ShapeStruct(*sizes)
 
 
 def _texts(texts: Texts) -> Any:
@@ -162,8 +165,15 @@ def _new_draws(draws: Draws) -> _DrawsStruct:
     return _DrawsStruct(*columns, barred_numbers[0], None, None, barred_numbers[1], 0)
 
 
+_NO_PROBS = ctypes.byref(_ProbsStruct())
+
+
 def _probs(probs: Tensor | None) -> Any:
-    return ctypes.byref(_ProbsStruct() if probs is None else _ProbsStruct(_at(probs, torch.float32), *probs.shape))
+    return _NO_PROBS if probs is None else _held(probs, _new_probs)
+
+
+def _new_probs(probs: Tensor) -> _ProbsStruct:
+    return _ProbsStruct(_at(probs, torch.float32), *probs.shape)
 
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
