@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -372,6 +373,12 @@ def test_what_is_out_of_range_is_refused():
     )
     with pytest.raises(IndexError):  # in the table that has a row for each token
         c_kernels.learn(each.tables, *step, ids, torch.zeros(1, NUM_SUCCESSORS), 1, False)
+
+
+def test_rounds_in_c_need_no_triton():
+    """Their modules are imported where it is not installed."""
+    code = "import sys; sys.modules['triton'] = None; import graft.tree.device.round, graft.tree.device.c_kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_kernels_in_c_and_in_triton_take_the_same_arguments():
