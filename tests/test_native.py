@@ -3,7 +3,6 @@
 import json
 import random
 import subprocess
-import sys
 from array import array
 from copy import copy
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from compilers import COMPILERS, works
 from graft.bench.baselines.native import extend_leaf, fill, keep_best
 from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
@@ -414,20 +414,6 @@ def golden_rounds():
 def test_the_same_proposals_give_the_tree_that_was_recorded():
     """On another machine. To record anew: python tests/test_native.py"""
     assert golden_rounds() == json.loads(GOLDEN.read_text())
-
-
-COMPILERS = {"cc": ["cc"], "zig": [sys.executable, "-m", "ziglang", "cc"]}
-
-
-def works(command, folder):
-    """Whether the compiler is there, with the headers of a C library."""
-    source = folder / "try.c"
-    source.write_text("#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
-    try:
-        words = [*command, "-fPIC", "-shared", str(source), "-o", str(folder / "try.so")]
-        return subprocess.run(words, capture_output=True, timeout=100).returncode == 0
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

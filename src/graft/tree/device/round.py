@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import MAX_BARRED, NUM_BUCKETS, Draws, Entries, Pool, PoolShape, Ranked, Tables, Texts
+from graft.tree.device.buffers import (
+    MAX_BARRED,
+    NUM_BUCKETS,
+    Draws,
+    Entries,
+    Others,
+    Pool,
+    PoolShape,
+    Ranked,
+    Tables,
+    Texts,
+)
 from graft.tree.device.kernels import kernels_for
 
 MAX_TOKENS = 32  # new tokens of a row in a round; trees are at most 31 deep, as the last one is the target's own
@@ -97,6 +108,8 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources) -> dict[str,
         "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: unused
         "max_depths": (i32, by_row),
         "owners": (i64, by_row),  # whose finished texts the row may copy
+        "groups": (i32, by_row),  # see `Others`
+        "num_prompt_tokens": (i32, by_row),
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
@@ -197,7 +210,11 @@ class DeviceRound:
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
         inputs = self.inputs
         self.draws = Draws(inputs["kinds"], inputs["seeds"], inputs["powers"], inputs["barred"])
+        self._others = Others(inputs["owners"], inputs["groups"], inputs["num_prompt_tokens"])
         self.pool = Pool(max_rows, self._capacity(), device)
+        # Views are kept by shape, because making them takes longer than a kernel on a CPU.
+        self._pool_shapes: dict[RoundShape, PoolShape] = {}
+        self._ranks: dict[RoundShape, Ranked] = {}
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
         self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
@@ -259,15 +276,14 @@ class DeviceRound:
         choose_total: sets the input `total` once the likeliest nodes of each row are known.
         """
         inputs, found, rows, sources, kernels = self.inputs, self.found, shape.rows, self.sources, self.kernels
-        table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
-        pool_shape = shape.pool(self._levels(rows))
-        ranked = self._ranked(shape)
+        table_rows, caps = inputs["table_rows"], inputs["caps"]
+        pool_shape, ranked = self._pool_shape(shape), self._ranked(shape)
         by_row.zero_()
         kernels.begin(self.pool, pool_shape, self.texts, table_rows)
         if shape.is_plain:
-            ranked.counts.copy_(caps.clamp(max=0))
+            ranked.counts.copy_(caps[:rows].clamp(max=0))
         else:
-            probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"][:rows]
+            probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"]
             found["made"].zero_()
             found["reaches"].zero_()
 
@@ -285,10 +301,9 @@ class DeviceRound:
                 self._copy(pool_shape, places, pool_shape.first_copy, max_context)
             if sources.tables is not None:
                 assert self.tables is not None
-                salts = inputs["salts"][:rows]
                 kernels.follow(
-                    *(self.pool, pool_shape, self.tables, salts, probs, max_depths, self.draws, self.texts, table_rows),
-                    sources.tables,
+                    *(self.pool, pool_shape, self.tables, inputs["salts"], probs, max_depths, self.draws, self.texts),
+                    *(table_rows, sources.tables),
                 )
             if sources.is_calibrated:
                 kernels.merge(self.pool, pool_shape, probs, inputs["kinds"], sources.drafted or 0)
@@ -319,14 +334,21 @@ class DeviceRound:
         inputs, source = self.inputs, self.sources.copies
         assert source is not None
         self.kernels.add_copies(
-            *(self.pool, shape, self.texts, inputs["table_rows"], inputs["owners"], places),
+            *(self.pool, shape, self.texts, inputs["table_rows"], self._others, places),
             *(inputs["acceptance_probs"], inputs["max_depths"], self.draws, source, first, max_context),
         )
 
+    def _pool_shape(self, shape: RoundShape) -> PoolShape:
+        if shape not in self._pool_shapes:
+            self._pool_shapes[shape] = shape.pool(self._levels(shape.rows))
+        return self._pool_shapes[shape]
+
     def _ranked(self, shape: RoundShape) -> Ranked:
-        size = (shape.rows, shape.cap)
-        nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
-        return Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+        if shape not in self._ranks:
+            size = (shape.rows, shape.cap)
+            nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
+            self._ranks[shape] = Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+        return self._ranks[shape]
 
     # After the step
 
@@ -365,9 +387,8 @@ class DeviceRound:
         found["tried"].zero_()
         found["fitted"].zero_()
         if not shape.is_plain:
-            pool_shape = shape.pool(self._levels(rows))
             self.kernels.count(
-                *(self.pool, pool_shape, counts, self._emitted, inputs["kinds"]),
+                *(self.pool, self._pool_shape(shape), counts, self._emitted, inputs["kinds"]),
                 *(found["tried"], found["fitted"]),
             )
         step = (columns[0, :size], columns[1, :size], columns[2, :size], columns[4, :size])
