@@ -2,10 +2,12 @@
 
     python benchmarks/tree_building.py
 
-No model runs. Texts consist of repeated phrases. Draft levels (9 of them, top-k 10) and logits are synthetic, made
-around the tokens that really follow. Every draft pass is made, so that all proposers work. For each phase it prints the
+The same texts are decoded in turns by the policy's rounds and by `DeviceRound` with its kernels in C. No model runs.
+Texts consist of repeated phrases. Draft levels (9 of them, top-k 10) and logits are synthetic, made around the tokens
+that really follow. Every draft pass is made, so that all proposers work. For each phase it prints the
 median over rounds, in processor time, so that other work on the machine does not count. Making logits between rounds
-clears the processor's caches, as a verify step does.
+clears the processor's caches, as a verify step does. The policy also chooses the number of nodes and updates its
+calibration; `DeviceRound` leaves both to its caller.
 """
 
 import random
@@ -23,6 +25,7 @@ from torch import Tensor
 
 import graft.model.verified
 from graft.model import VerifyOutput
+from graft.model.noise import NUM_KINDS
 from graft.model.sampler import SamplingSettings
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence, TreeRow
@@ -31,7 +34,11 @@ from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.successor_table import FACTORS
 from graft.tree.candidates import Level
+from graft.tree.device import c_kernels
+from graft.tree.device.buffers import NUM_SUCCESSORS, Tables
+from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 from graft.tree.tree import ROOT, DraftTree
 
 VOCAB = 49_152
@@ -175,6 +182,89 @@ def run(policy: Any, drafter: SyntheticDrafter, target: SyntheticTarget, text: l
     return sequence.stats.rounds
 
 
+class FlatRounds:
+    """Rounds of one text by a `DeviceRound`."""
+
+    shape = RoundShape(1, BUDGET + 1)
+    table_row = 1
+
+    def __init__(self, drafter: SyntheticDrafter, target: SyntheticTarget, policy: Any) -> None:
+        self._drafter, self._target = drafter, target
+        topk, depth = drafter.settings.topk, drafter.settings.depth
+        sources, rows, device = policy.grafter.sources, 1 << 18, torch.device("cpu")
+        numbers = [sources.index(name) for name in ("drafted", "suffix", "trigram")]
+        probs = policy.grafter.calibration.acceptance_probs
+        self.round = DeviceRound(
+            max_rows=1,
+            num_table_rows=2,
+            context=512,
+            past_tokens=1 << 18,
+            levels=lambda rows: (topk, *[KEPT_OF_A_LEVEL] * depth),
+            num_beams=lambda rows: topk,
+            num_passes=depth + 1,
+            depths_of_pass=1,
+            sources=Sources(len(sources), probs.shape[2], NUM_KINDS, *numbers),
+            known=Tables.make((rows, rows, VOCAB), (True, True, False), FACTORS, False, device),
+            device=device,
+        )
+        inputs = self.round.inputs
+        inputs["acceptance_probs"].copy_(probs)
+        for name, number in (("table_rows", self.table_row), ("caps", BUDGET), ("total", BUDGET), ("max_depths", 31)):
+            inputs[name][0] = number
+        inputs["drafts"].fill_(1)
+        inputs["thresholds"].fill_(-1.0)
+        self._columns = torch.zeros(6, MAX_TREE_TOKENS, dtype=torch.int32)
+        self._by_row = torch.zeros(4, 2, dtype=torch.int32)
+
+    def propose(self) -> None:
+        self.round.propose(self.shape, self._columns, self._by_row, 512, self._draft)
+
+    def _draft(self, add_level: Callable[..., None]) -> None:
+        for number, level in enumerate(self._drafter.levels(None, None)):
+            add_level(number, *(part.flatten() for part in (level.tokens, level.parents, level.probabilities)))
+
+    def finish(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
+        self.round.finish(self.shape, self._columns, self._by_row, chosen, successors, logits)
+
+    def run(self, text: list[int], watch: Stopwatch) -> int:
+        """Decodes the second half of a text, and returns the number of rounds."""
+        texts, count, num_rounds = self.round.texts, len(text) // 2, 0
+        watch.now = defaultdict(float)  # the prompt belongs to no round
+        self._target.learn(text)
+        texts.own[self.table_row, :count] = torch.tensor(text[:count], dtype=torch.int32)
+        texts.lengths[self.table_row] = count
+        self._learn_prompt(torch.tensor(text[: count - 1], dtype=torch.int32))
+        while (count := int(texts.lengths[self.table_row])) < len(text):
+            following = torch.tensor([*text[count:], *[0] * 40])
+            self._drafter.make(text[count:])
+            watch.begin_round()
+            self.propose()
+            top = self._successors(self._columns[0, : self.shape.tokens])
+            # The last token is the target's own.
+            chosen = torch.where(self._columns[3] < len(text) - count, following[self._columns[3].long()], -1)
+            self.finish(chosen[: self.shape.tokens], *top)
+            num_rounds += 1
+        self._end(text)
+        return num_rounds
+
+    def _successors(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return graft.model.verified.top_logits(self._target.verified(tokens[None].long()).logits, NUM_SUCCESSORS)
+
+    def _learn_prompt(self, tokens: Tensor) -> None:
+        nobody, salts = torch.tensor([[-1], [-1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        for chunk in tokens.split(BUDGET):
+            places, rows = torch.arange(len(chunk), dtype=torch.int32), torch.zeros_like(chunk)
+            step = (chunk, (places - 1).clamp(min=0), places, rows)
+            self.round.learn(step, rows[:1], nobody, salts, *self._successors(chunk), num_rows=1, is_text=True)
+
+    def _end(self, text: list[int]) -> None:
+        """Keep the finished text."""
+        texts = self.round.texts
+        written = int(texts.past_end[0])
+        texts.past[written : written + len(text)] = torch.tensor(text, dtype=torch.int32)
+        texts.past_end[0] = written + len(text) + 1
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--texts", type=int, default=10, help="texts of 400 tokens, whose second halves are decoded")
@@ -185,8 +275,11 @@ def main() -> None:
     runner = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0))
     policy: Any = make_policy("graft", runner, cast(Any, drafter), BUDGET, pass_cost=0.0)
     policy.prepare()
+    flat, others = FlatRounds(drafter, target, policy), Stopwatch()
     for _ in range(5):  # texts to copy from
-        run(policy, drafter, target, next(texts), watch)
+        text = next(texts)
+        run(policy, drafter, target, text, watch)
+        flat.run(text, others)
 
     watch.watch(policy, "grow", "grow")
     watch.watch(policy.grafter, "begin", "- candidates, with copies")
@@ -200,13 +293,29 @@ def main() -> None:
     watch.watch(graft.model.verified, "top_logits", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")
     watch.watch(policy, "learn_accepted", "- calibration")
+    others.watch(flat, "propose", "propose")
+    for phase in ("add_copies", "add_level", "follow", "merge", "rank"):
+        others.watch(c_kernels, phase, f"- {phase}")
+    others.watch(flat, "finish", "finish")
+    for phase in ("advance", "count", "learn"):
+        others.watch(c_kernels, phase, f"- {phase}")
     watch.rounds.clear()
-    rounds = sum(run(policy, drafter, target, next(texts), watch) for _ in range(options.texts))
+    others.rounds.clear()
+    rounds = flat_rounds = 0
+    for _ in range(options.texts):
+        text = next(texts)
+        rounds += run(policy, drafter, target, text, watch)
+        flat_rounds += flat.run(text, others)
 
     for phase in watch.phases:
         watch.print_median(phase, lambda spent, phase=phase: spent[phase])
     watch.print_median("grow and learn, less the likeliest", lambda s: s["grow"] + s["learn"] - s[LIKELIEST])
     print(f"median of {rounds} rounds; {200 * options.texts / rounds:.2f} tokens a round")
+    print("\nDeviceRound in C")
+    for phase in others.phases:
+        others.print_median(phase, lambda spent, phase=phase: spent[phase])
+    others.print_median("propose and finish", lambda spent: spent["propose"] + spent["finish"])
+    print(f"median of {flat_rounds} rounds; {200 * options.texts / flat_rounds:.2f} tokens a round")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 # Those whose code calls a library directly, and one decoder of each kind around it.
 TESTS = [
     "test_native.py",
+    "test_round.py",
     "test_candidates.py",
     "test_tree.py",
     "test_grafter.py",

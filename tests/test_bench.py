@@ -26,6 +26,7 @@ from graft.bench.settings import PEERS, BenchSettings, check_states
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions, without_repeats
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
+from graft.engine.flight import Flight
 from graft.request.stats import Stats
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers.drafter import TreeSettings

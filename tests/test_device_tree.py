@@ -18,7 +18,7 @@ from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.tree.candidates import Candidates, Level
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import Draws, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 
 pytest.importorskip("triton")
 
@@ -174,8 +174,9 @@ class OnDevice:
 
     def copy(self, places, first):
         """Adds copies of earlier text below the places [R, P]."""
-        owners = torch.zeros(len(places), dtype=torch.int64, device=DEVICE)
-        of_rows = (self.table_rows, owners, places, self.acceptance_probs, self.max_depths, self.draws)
+        nobody = torch.zeros_like(self.table_rows)
+        others = Others(nobody.long(), nobody, nobody)
+        of_rows = (self.table_rows, others, places, self.acceptance_probs, self.max_depths, self.draws)
         self.kernels.add_copies(self.pool, self.shape, self.texts, *of_rows, SUFFIX, first, CONTEXT)
 
     def drafted(self):

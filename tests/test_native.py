@@ -3,7 +3,6 @@
 import json
 import random
 import subprocess
-import sys
 from array import array
 from pathlib import Path
 from unittest.mock import patch
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from compilers import COMPILERS, works
 from graft.errors import GraftError
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
@@ -382,20 +382,6 @@ def golden_rounds():
 def test_the_same_proposals_give_the_tree_that_was_recorded():
     """On another machine. To record anew: python tests/test_native.py"""
     assert golden_rounds() == json.loads(GOLDEN.read_text())
-
-
-COMPILERS = {"cc": ["cc"], "zig": [sys.executable, "-m", "ziglang", "cc"]}
-
-
-def works(command, folder):
-    """Whether the compiler is there, with the headers of a C library."""
-    source = folder / "try.c"
-    source.write_text("#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
-    try:
-        words = [*command, "-fPIC", "-shared", str(source), "-o", str(folder / "try.so")]
-        return subprocess.run(words, capture_output=True, timeout=100).returncode == 0
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

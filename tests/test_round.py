@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
 import reference
+from compilers import COMPILERS, works
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.spec_decode.proposers.successor_table import FACTORS
 from graft.tree.device import c_kernels
@@ -21,15 +24,15 @@ DRAFTED, COPIES, TABLES = 1, 2, 4
 SOURCES = Sources(7, 32 * 8, NUM_KINDS, DRAFTED, COPIES, TABLES)  # of copies: by match, and in sampled rows by noise
 NUM_BEAMS, LEVELS = 3, (4, 6)
 VOCABULARY = 12  # few tokens, so that equal paths are common
-CONTEXT, RING, BITS = 300, 512, 6
+CONTEXT, BITS = 300, 6
 Q = (0.0, 1e-9, 0.004, 0.25, 0.5, 0.5**0.5, 0.9, 1.0)
 CPU = torch.device("cpu")
 
 
-def new_round(kernels, is_isolated):
+def new_round(kernels, ring, is_isolated):
     sizes = (1 << BITS, 1 << BITS, VOCABULARY)
     known = Tables.make(sizes, (True, True, False), FACTORS, is_isolated, CPU)
-    shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": RING}
+    shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": ring}
     drafts = {"levels": lambda rows: LEVELS, "num_beams": lambda rows: NUM_BEAMS, "num_passes": len(LEVELS)}
     return DeviceRound(**shape, **drafts, depths_of_pass=1, sources=SOURCES, known=known, device=CPU, kernels=kernels)
 
@@ -41,9 +44,14 @@ class History:
         self.rng = rng = random.Random(seed)
         self.num_rows, self.num_tokens = 1 + seed % 4, 3 + seed % 5
         self.is_isolated, self.knows_other_noise = seed % 3 == 0, knows_other_noise
-        self.rounds = [new_round(kernels, self.is_isolated) for kernels in modules]
+        self.ring = 64 if seed % 2 else 512  # the smaller one ends in the middle of most texts
+        self.rounds = [new_round(kernels, self.ring, self.is_isolated) for kernels in modules]
         self.table_rows = rng.sample(range(1, 6), self.num_rows)
         self.owners = [rng.choice((0, 7)) for _ in range(self.num_rows)]
+        # Only C lets answers of a group copy each other.
+        is_grouped = len(modules) == 1 and seed % 4 > 1
+        self.groups = [rng.choice((0, 3)) if is_grouped else 0 for _ in range(self.num_rows)]
+        self.num_prompt_tokens = [rng.choice((0, 1, 5, 30)) for _ in range(self.num_rows)]
         self.salts = [rng.choice((0, 5)) if self.is_isolated else 0 for _ in range(self.num_rows)]
         kinds = ((3, BITS, self.is_isolated), (2, BITS, self.is_isolated), (1, None, self.is_isolated))
         self.learned = reference.Tables(kinds)
@@ -69,17 +77,17 @@ class History:
         text, owner = self.texts[row], self.owners[row]
         for token in (*text, -1):
             for each in self.rounds:
-                each.texts.past[self.num_past % RING], each.texts.owners[self.num_past % RING] = token, owner
+                each.texts.past[self.num_past % self.ring], each.texts.owners[self.num_past % self.ring] = token, owner
             self.num_past += 1
         for each in self.rounds:
-            each.texts.past_end.copy_(torch.tensor([self.num_past, max(self.num_past - RING, 0)]))
+            each.texts.past_end.copy_(torch.tensor([self.num_past, max(self.num_past - self.ring, 0)]))
         self.past.append((owner, text))
         self.texts[row] = self.tokens(self.rng.choice((1, 2, 25)))
         self.write_text(row, self.texts[row])
 
     def past_of(self, row):
         """The finished texts that the row may copy, as far as they are still in the ring, which may cut the oldest."""
-        left, texts = RING - 1, []
+        left, texts = self.ring, []
         for owner, text in reversed(self.past):
             kept = text[max(len(text) + 1 - left, 0) :]
             left -= len(text) + 1
@@ -87,6 +95,12 @@ class History:
             if left <= 0:
                 break
         return texts[::-1]
+
+    def beside(self, row):
+        """The other answers that the row may copy, each with the tokens of the prompt."""
+        group, num_prompt = self.groups[row], self.num_prompt_tokens[row]
+        others = [other for other in range(self.num_rows) if other != row and self.groups[other] == group]
+        return [(self.texts[other], num_prompt) for other in others if group]
 
     def new_draws(self):
         """What is known of each row's draws, and their columns for the kernels."""
@@ -128,6 +142,7 @@ class History:
         total, num_passes = rng.randrange(shape.tokens - rows + 1), rng.randrange(len(LEVELS) + 1)
         given = {
             **{"table_rows": self.table_rows, "caps": caps, "max_depths": [max_depth] * rows, "owners": self.owners},
+            **{"groups": self.groups, "num_prompt_tokens": self.num_prompt_tokens},
             **{"salts": self.salts, "total": [total], "drafts": [int(num_passes > 0)]},
             "thresholds": [-1.0 if number < num_passes else 1e9 for number in range(len(LEVELS) + 2)],
         }
@@ -161,7 +176,8 @@ class History:
         """The reference's candidates of the round."""
         sizes = shape.pool(LEVELS)
         made = reference.Candidates([text[-1] for text in self.texts], self.texts, self.salts, draws)
-        past, beside = [self.past_of(row) for row in range(self.num_rows)], [[]] * self.num_rows
+        rows = range(self.num_rows)
+        past, beside = [self.past_of(row) for row in rows], [self.beside(row) for row in rows]
         limits = (sizes.num_places, max_depth, MAX_LENGTH, sizes.copy_nodes)
         copies = (self.texts, past, beside, COPIES, self.chances, *limits)
         made.attach_copies(*copies)
@@ -311,6 +327,58 @@ def test_rounds_in_triton_are_the_same_to_the_last_bit(seed):
     history = History(seed, [c_kernels, triton_kernels])
     for _ in range(3 if seed < 6 else 12):
         history.play()
+
+
+@pytest.mark.parametrize("flags", [pytest.param("-O0", marks=pytest.mark.slow), "-O3 -march=native -ffp-contract=off"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_compiler_makes_the_same_rounds(monkeypatch, executable_folder, compiler, flags):
+    if not works(COMPILERS[compiler], executable_folder):
+        pytest.skip(f"there is no {compiler} that makes a library")
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(c_kernels.HERE / "round.c")]
+    subprocess.run([*command, "-o", str(executable_folder / "_round.abi3.so")], check=True, timeout=600)
+    monkeypatch.setattr(c_kernels, "HERE", executable_folder)
+    c_kernels._library.cache_clear()
+    try:
+        test_rounds_in_c_are_those_of_the_reference(1)
+        test_rounds_in_c_are_those_of_the_reference(3)
+    finally:
+        monkeypatch.undo()
+        c_kernels._library.cache_clear()
+
+
+def test_what_is_out_of_range_is_refused():
+    """Before C reads or writes there."""
+    history = History(1, [c_kernels])
+    each, one = history.rounds[0], torch.ones(1, dtype=torch.int32)
+    shape = RoundShape(1, 8).pool(LEVELS)
+    with pytest.raises(IndexError):
+        c_kernels.begin(each.pool, shape, each.texts, 6 * one)  # there are six texts
+    c_kernels.begin(each.pool, shape, each.texts, one)
+    of_pass = (each.draws, one, torch.zeros(4), torch.zeros(4), torch.ones(4, dtype=torch.int32))
+    level = [torch.full((LEVELS[0],), number, dtype=torch.int32) for number in (5, 1)]
+    q = torch.ones(LEVELS[0])
+    with pytest.raises(IndexError):  # the first node is its own parent
+        c_kernels.add_level(each.pool, shape, 0, *level, q, history.chances, *of_pass, DRAFTED, NUM_BEAMS, 1)
+    with pytest.raises(IndexError):
+        c_kernels.add_level(each.pool, shape, 0, level[0], 0 * level[1], q, history.chances, *of_pass, 7, NUM_BEAMS, 1)
+    ids = torch.zeros(1, NUM_SUCCESSORS, dtype=torch.int32)
+    step = (
+        VOCABULARY * one,
+        0 * one,
+        0 * one,
+        0 * one,
+        0 * one,
+        -torch.ones(2, 1, dtype=torch.int32),
+        torch.tensor([0]),
+    )
+    with pytest.raises(IndexError):  # in the table that has a row for each token
+        c_kernels.learn(each.tables, *step, ids, torch.zeros(1, NUM_SUCCESSORS), 1, False)
+
+
+def test_rounds_in_c_need_no_triton():
+    """Their modules are imported where it is not installed."""
+    code = "import sys; sys.modules['triton'] = None; import graft.tree.device.round, graft.tree.device.c_kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_kernels_in_c_and_in_triton_take_the_same_arguments():

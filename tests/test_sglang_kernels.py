@@ -280,7 +280,7 @@ def test_trees_are_written_where_a_verify_reads_them(has_texts):
 COMPILED = """
 import triton
 from graft.integrations.sglang import kernels
-from graft.tree.device import ranking
+from graft.tree.device import copies, drafts, ranking, tables, walk
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -298,6 +298,20 @@ types = "*i64 *fp32 *i64 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32"
 check(kernels._split_levels_kernel, types, TOPK=8, BLOCK=256)
 for has_texts in (True, False):
     check(kernels._place_kernel, "*i32 *i32 *i64 *u8 i32 i32 i32", HAS_TEXTS=has_texts, BLOCK_B=4, BLOCK_N=64)
+columns = "*i32 " * 6 + "*i64 *fp32"
+types = f"{columns} *i32 *i32 *fp32 *fp32 *i64 *fp32 *i32 *i32 i32 *i32 *fp32 *fp32 *fp32 *i32 *i32" + " i32" * 8
+check(drafts._add_level_kernel, types, NUMBER=0, COUNT=10, BLOCK=16, ROWS=1, NUM_BUCKETS=16, IS_CALIBRATED=True)
+types = "*i32 *i32 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i32 *i32 *i64 i32 i64 i64 i32 i32"
+check(copies._find_kernel, types, IS_PAST=True, MOST=12, BLOCK=1024)
+types = f"{columns} *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 *i64 *fp32 *i64 *i32 *i32 *i64 *i32" + " i32" * 6
+sizes = dict(NUM_NODES=40, MOST=12, MAX_MATCH=24, MAX_LENGTH=32, OWN_BLOCKS=8, PAST_BLOCKS=256)
+check(copies._attach_kernel, f"{types} i64 i64 i32 i32", **sizes)
+types = f"{columns} *fp32 *i32 *i32 *i64 *i64 *i32 *i64 *i64 *fp32 *i64 *i32 *i32 *i64 *fp64 *i32 i32 *i32 *i32 *fp64"
+sizes = dict(NUM_WAVES=5, BEAM=12, BEAMS=16, K=8, NUM_TABLES=3, NUM_BUCKETS=16, IS_ISOLATED=True, BLOCK=2048)
+check(tables._follow_kernel, types + " i32" * 6, **sizes)
+for chosen in ("*i32", "*i64"):
+    check(walk._walk_kernel, f"*i32 *i32 {chosen} *i32 *i32 *i32 *i32 *i32 i32", BLOCK=64)
+check(ranking._select_kernel, "*fp32 *i32 *i32 i32", CAP=127, BLOCK=16, OTHERS=256)
 for stride in (0, 4):
     types = " ".join(["*i32"] * 12 + ["i32"] * 6)
     check(ranking._lay_out_kernel, types, CAP=15, STRIDE=stride, BLOCK=16, ROWS=32, SIZE=128)

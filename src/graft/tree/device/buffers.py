@@ -83,6 +83,14 @@ class Draws:
     times: list[Sequence[Tensor] | None] = field(default_factory=list)
 
 
+class Others(NamedTuple):
+    """Texts that a row may copy besides its own. On a GPU, groups are not read."""
+
+    owners: Tensor  # [R] int64 whose finished texts
+    groups: Tensor  # [R] int32 rows of a group, answers to one prompt, see each other after the prompt; 0: no group
+    num_prompt_tokens: Tensor  # [R] int32
+
+
 def barred_numbers(banned: Sequence[int], endings: Sequence[int], num_unending: int) -> list[int]:
     """A row of `Draws.barred`, without what does not fit. Drafts only guess, so they may propose such tokens."""
     banned, endings = banned[:MAX_BARRED], endings if num_unending else ()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from ctypes import c_int64, c_void_p
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import Draws, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 from graft.tree.native import HERE, load_library
 
 
@@ -43,6 +43,10 @@ class _TextsStruct(ctypes.Structure):
 
 class _DrawsStruct(ctypes.Structure):
     _fields_ = _fields(addresses="kinds seeds powers barred times is_keyed", numbers="num_barred num_depths")
+
+
+class _OthersStruct(ctypes.Structure):
+    _fields_ = _fields(addresses="owners groups num_prompt_tokens")
 
 
 class _ProbsStruct(ctypes.Structure):
@@ -84,12 +88,12 @@ def _library() -> Any:
 
 def _at(column: Tensor, dtype: torch.dtype = torch.int32) -> int:
     """The address of a tensor's memory, which C reads as this dtype."""
-    assert column.dtype is dtype and column.is_contiguous() and column.device.type == "cpu"
+    assert column.dtype is dtype and column.is_contiguous() and column.is_cpu
     return column.data_ptr()
 
 
 def _held(owner: Any, make: Any) -> Any:
-    """The structure of an owner of tensors, made once: its tensors never move."""
+    """The structure of a shape, a tensor or an owner of tensors, made once: its memory never moves."""
     held = vars(owner).get("_struct")
     if held is None:
         struct = make(owner)
@@ -115,11 +119,14 @@ def _new_pool(pool: Pool) -> _PoolStruct:
     )
 
 
-@lru_cache(maxsize=64)
 def _shape(shape: PoolShape) -> Any:
+    return _held(shape, _new_shape)
+
+
+def _new_shape(shape: PoolShape) -> _ShapeStruct:
     places = (shape.first_level, shape.first_copy, shape.first_wave, shape.width)
     sizes = (shape.num_rows, shape.copy_nodes, shape.num_places, *places, shape.num_waves, shape.beam)
-    return ctypes.byref(_ShapeStruct(*sizes))
+    return _ShapeStruct(*sizes)
 
 
 def _texts(texts: Texts) -> Any:
@@ -162,8 +169,15 @@ def _new_draws(draws: Draws) -> _DrawsStruct:
     return _DrawsStruct(*columns, barred_numbers[0], None, None, barred_numbers[1], 0)
 
 
+_NO_PROBS = ctypes.byref(_ProbsStruct())
+
+
 def _probs(probs: Tensor | None) -> Any:
-    return ctypes.byref(_ProbsStruct() if probs is None else _ProbsStruct(_at(probs, torch.float32), *probs.shape))
+    return _NO_PROBS if probs is None else _held(probs, _new_probs)
+
+
+def _new_probs(probs: Tensor) -> _ProbsStruct:
+    return _ProbsStruct(_at(probs, torch.float32), *probs.shape)
 
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
@@ -179,7 +193,7 @@ def add_copies(
     shape: PoolShape,
     texts: Texts,
     table_rows: Tensor,
-    owners: Tensor,
+    others: Others,
     places: Tensor,
     acceptance_probs: Tensor,
     max_depths: Tensor,
@@ -188,7 +202,8 @@ def add_copies(
     first: int,
     max_context: int,
 ) -> None:
-    of_rows = (_at(table_rows), _at(owners, torch.int64), _at(places), places.shape[1])
+    besides = _OthersStruct(_at(others.owners, torch.int64), _at(others.groups), _at(others.num_prompt_tokens))
+    of_rows = (_at(table_rows), ctypes.byref(besides), _at(places), places.shape[1])
     calibration = (_probs(acceptance_probs), _at(max_depths), _draws(draws))
     _library().graft_add_copies(_pool(pool), _shape(shape), _texts(texts), *of_rows, *calibration, source, first)
 
@@ -384,6 +399,7 @@ def learn(
     is_text: bool,
 ) -> None:
     """A row's tokens stand together in the step, place by place, so the places need not be read."""
+    successors = successors.int()
     _library().graft_learn(
         *(_tables(tables), len(step_tokens), num_rows, _at(step_tokens), _at(step_parents), _at(step_rows)),
         *(_at(starts), _at(before), before.shape[1], _at(salts, torch.int64)),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.buffers import MAX_LENGTH, MAX_MATCH, MAX_OCCURRENCES, Draws, Pool, PoolShape, Texts
+from graft.tree.device.buffers import MAX_LENGTH, MAX_MATCH, MAX_OCCURRENCES, Draws, Others, Pool, PoolShape, Texts
 from graft.tree.device.noise import copied_bucket
 from graft.tree.device.pool import ALONE, barred_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
 
@@ -90,7 +90,7 @@ def add_copies(
     shape: PoolShape,
     texts: Texts,
     table_rows: Tensor,  # [R] int32 of the rows' texts
-    owners: Tensor,  # [R] int64 whose finished texts a row may copy
+    others: Others,
     places: Tensor,  # [R, P] int32 nodes of the pool, -1 for none
     acceptance_probs: Tensor,
     max_depths: Tensor,  # [R] int32
@@ -116,7 +116,7 @@ def add_copies(
             texts.past_end,
             texts.lengths,
             table_rows,
-            owners,
+            others.owners,
             places,
             found.counts,
             found.positions,

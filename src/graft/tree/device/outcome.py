@@ -121,7 +121,7 @@ def learn(
     starts: Tensor,  # [rows] int32 each row's first token in the step
     before: Tensor,  # [2, rows] int32 the two tokens before each row's first, -1 for none
     salts: Tensor,  # [rows] int64
-    successors: Tensor,  # [T, k] int32 the target's likeliest tokens after each, best first
+    successors: Tensor,  # [T, k] integers: the target's likeliest tokens after each, best first
     logits: Tensor,  # [T, k] float32
     num_rows: int,
     is_text: bool,

@@ -88,7 +88,7 @@ def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked) -> None:
 def select(ranked: Ranked, caps: Tensor, total: Tensor) -> None:
     """Count how many of each row are among the best of all rows. total: [1] int32 the most nodes of all rows."""
     num_rows, cap = ranked.nodes.shape
-    ranked.counts.copy_(caps.clamp(max=0))
+    ranked.counts.copy_(caps[:num_rows].clamp(max=0))
     _select_kernel[(triton.cdiv(cap, _BLOCK), num_rows)](
         ranked.paths,
         ranked.counts,

@@ -23,6 +23,7 @@ from graft.tree.device.buffers import (
     NUM_SUCCESSORS,
     Draws,
     Entries,
+    Others,
     Pool,
     PoolShape,
     Ranked,
@@ -110,6 +111,8 @@ def inputs_layout(max_rows: int, num_passes: int, sources: Sources, num_gates: i
         "caps": (i32, by_row),  # the most nodes; 0: only the root; -1: unused
         "max_depths": (i32, by_row),
         "owners": (i64, by_row),  # whose finished texts the row may copy
+        "groups": (i32, by_row),  # see `Others`
+        "num_prompt_tokens": (i32, by_row),
         "salts": (i64, by_row),  # whose table entries it uses
         "kinds": (i32, by_row),  # see `Draws`
         "powers": (torch.float64, (max_rows + 1, NUM_BUCKETS)),
@@ -215,6 +218,8 @@ class DeviceRound:
         self.inputs, self.found = self.inputs_in(self.numbers), self.results_in(self.results)
         inputs = self.inputs
         self.draws = Draws(inputs["kinds"], inputs["seeds"], inputs["powers"], inputs["barred"])
+        self._others = Others(inputs["owners"], inputs["groups"], inputs["num_prompt_tokens"])
+        self._pool_shapes: dict[RoundShape, PoolShape] = {}
         self.pool = Pool(max_rows, self._capacity(), device)
         self._gates = torch.tensor(self._fixed.gates, dtype=torch.int32, device=device)
         self._splits = self._fixed.numbers().to(device)
@@ -222,6 +227,8 @@ class DeviceRound:
         self._attached_from = known
         if known is None and self._fixed.splits:
             self._attached_from = Tables.make((1, 1, 1), (False,) * 3, torch.zeros(4, dtype=torch.int64), False, device)
+        # Views are kept by shape, because making them takes longer than a kernel on a CPU.
+        self._ranks: dict[RoundShape, Ranked] = {}
         self._ranked_nodes = torch.zeros_like(self.found["paths"], dtype=torch.int32)
         self._second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._roots = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
@@ -234,15 +241,7 @@ class DeviceRound:
 
     def _capacity(self) -> int:
         """Places of a row in the pool, for the largest shape."""
-        return max(self.pool_shape(RoundShape(rows, MAX_TREE_TOKENS)).width for rows in range(1, self.max_rows + 1))
-
-    def pool_shape(self, shape: RoundShape) -> PoolShape:
-        """How many candidates each source may add to a row."""
-        levels = self._levels(shape.rows)
-        if self.sources.is_calibrated:
-            return shape.pool(levels)
-        # The drafter alone proposes; after it comes room for templates.
-        return PoolShape(shape.rows, 0, 0, levels, num_waves=1, beam=-(-self._fixed.most_attached // NUM_SUCCESSORS))
+        return max(self._pool_shape(RoundShape(rows, MAX_TREE_TOKENS)).width for rows in range(1, self.max_rows + 1))
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose. They can be computed on the device "meta", where nothing is allocated."""
@@ -289,15 +288,14 @@ class DeviceRound:
         choose_total: sets the input `total` once the likeliest nodes of each row are known.
         """
         inputs, found, rows, sources, kernels = self.inputs, self.found, shape.rows, self.sources, self.kernels
-        table_rows, caps = inputs["table_rows"][:rows], inputs["caps"][:rows]
-        pool_shape = self.pool_shape(shape)
-        ranked = self._ranked(shape)
+        table_rows, caps = inputs["table_rows"], inputs["caps"]
+        pool_shape, ranked = self._pool_shape(shape), self._ranked(shape)
         by_row.zero_()
         kernels.begin(self.pool, pool_shape, self.texts, table_rows)
         if shape.is_plain:
-            ranked.counts.copy_(caps.clamp(max=0))
+            ranked.counts.copy_(caps[:rows].clamp(max=0))
         else:
-            probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"][:rows]
+            probs, max_depths = inputs["acceptance_probs"], inputs["max_depths"]
             found["made"].zero_()
             found["reaches"].zero_()
             found["confidences"].zero_()
@@ -317,10 +315,9 @@ class DeviceRound:
                 self._copy(pool_shape, places, pool_shape.first_copy, max_context)
             if sources.tables is not None:
                 assert self.tables is not None
-                salts = inputs["salts"][:rows]
                 kernels.follow(
-                    *(self.pool, pool_shape, self.tables, salts, probs, max_depths, self.draws, self.texts, table_rows),
-                    sources.tables,
+                    *(self.pool, pool_shape, self.tables, inputs["salts"], probs, max_depths, self.draws, self.texts),
+                    *(table_rows, sources.tables),
                 )
             if self._fixed.splits:
                 kernels.attach(
@@ -365,14 +362,29 @@ class DeviceRound:
         inputs, source = self.inputs, self.sources.copies
         assert source is not None
         self.kernels.add_copies(
-            *(self.pool, shape, self.texts, inputs["table_rows"], inputs["owners"], places),
+            *(self.pool, shape, self.texts, inputs["table_rows"], self._others, places),
             *(inputs["acceptance_probs"], inputs["max_depths"], self.draws, source, first, max_context),
         )
 
+    def _pool_shape(self, shape: RoundShape) -> PoolShape:
+        if shape not in self._pool_shapes:
+            self._pool_shapes[shape] = self._new_pool_shape(shape)
+        return self._pool_shapes[shape]
+
+    def _new_pool_shape(self, shape: RoundShape) -> PoolShape:
+        """How many candidates each source may add to a row."""
+        levels = self._levels(shape.rows)
+        if self.sources.is_calibrated:
+            return shape.pool(levels)
+        # The drafter alone proposes; after it comes room for templates.
+        return PoolShape(shape.rows, 0, 0, levels, num_waves=1, beam=-(-self._fixed.most_attached // NUM_SUCCESSORS))
+
     def _ranked(self, shape: RoundShape) -> Ranked:
-        size = (shape.rows, shape.cap)
-        nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
-        return Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+        if shape not in self._ranks:
+            size = (shape.rows, shape.cap)
+            nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
+            self._ranks[shape] = Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+        return self._ranks[shape]
 
     # After the step
 
@@ -411,9 +423,8 @@ class DeviceRound:
         found["tried"].zero_()
         found["fitted"].zero_()
         if self.sources.is_calibrated and not shape.is_plain:
-            pool_shape = self.pool_shape(shape)
             self.kernels.count(
-                *(self.pool, pool_shape, counts, self._emitted, inputs["kinds"]),
+                *(self.pool, self._pool_shape(shape), counts, self._emitted, inputs["kinds"]),
                 *(found["tried"], found["fitted"]),
             )
         step = (columns[0, :size], columns[1, :size], columns[2, :size], columns[4, :size])
@@ -448,7 +459,7 @@ class DeviceRound:
         last. They are those of the last `propose`.
         """
         pool, rows = self.pool, shape.rows
-        width = self.pool_shape(shape).width
+        width = self._pool_shape(shape).width
         paths, order = pool.paths[:rows, 1:width].sort(dim=1, descending=True, stable=True)
         nodes = 1 + order[:, :most]
         parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
@@ -459,7 +470,7 @@ class DeviceRound:
 
         Called between these copies and the draft passes, where the host sees this memory.
         """
-        own = slice(1, self.pool_shape(shape).first_level)
+        own = slice(1, self._pool_shape(shape).first_level)
         paths, depths = (part[: shape.rows, own].cpu().numpy() for part in (self.pool.paths, self.pool.depths))
         rows, places = np.nonzero(paths)
         likeliest = np.zeros((shape.rows, MAX_TOKENS + 1), dtype=np.float32)
