@@ -163,8 +163,37 @@ def test_dense_is_the_same_tree_on_the_device_as_on_the_host(on_device, first_tr
         assert len(there[prompt]) == 8 and {source for _, source in there[prompt]} == {0, 1}
 
 
+@pytest.mark.parametrize("name", ["paper", "block-paper", pytest.param("prune", marks=pytest.mark.slow)])
+def test_gated_rounds_of_the_device_make_the_trees_of_the_host(on_device, first_trees, monkeypatch, name):
+    """All rows stop at the second gate, so no third pass is made."""
+    model = tiny_model("llama").to(DEVICE)
+    options = {"max_new_tokens": 6, "seed": 5}
+
+    def first_round(drafter):
+        first_trees.clear()
+        engine = Engine(model, policy=name, drafter=drafter(make_head(model).to(DEVICE), SMALL_TREE), budget=10)
+        engine.policy.thresholds = [0.0, 1.0, 0.0]
+        if name != "prune":
+            entries = engine.policy.memory.tables.entries[-model.config.vocab_size :]
+            entries[:, 0] = 16 * torch.arange(len(entries), device=DEVICE).roll(-7)
+        answers = engine.generate_batch(PROMPTS, **options)
+        assert [answer.ids for answer in answers] == expected
+        assert all(answer.stats.draft_passes <= 2 * answer.stats.rounds for answer in answers)
+        return dict(first_trees)
+
+    expected = plain_ids(model, PROMPTS, monkeypatch, **options)
+    there = first_round(Drafter)
+    use_host(monkeypatch)
+    here = first_round(Eagle3Drafter)
+    for prompt in map(tuple, PROMPTS):
+        assert there[prompt] == here[prompt]
+        drafted = [path for path, source in there[prompt] if source == 1]
+        assert max(map(len, drafted)) == 2
+        assert any(source == 2 for _, source in there[prompt]) == (name != "prune")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["suffix", "recall", "pruning", "noise"])
+@pytest.mark.parametrize("what", ["suffix", "past", "ngrams", "adjacency", "recall", "pruning", "merging", "noise"])
 def test_ablations_of_what_the_device_can_leave_out_run_there(on_device, monkeypatch, what):
     model = tiny_model("llama").to(DEVICE)
     options = {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}
