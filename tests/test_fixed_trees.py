@@ -13,7 +13,7 @@ from graft.tree.device import c_kernels
 from graft.tree.device.buffers import NUM_TABLES, Level, Tables
 from graft.tree.device.fixed import FixedTree, Split
 from graft.tree.device.round import DeviceRound, RoundShape, Sources
-from test_round import BITS, CONTEXT, CPU, RING, VOCABULARY, History, assert_same
+from test_round import BITS, CONTEXT, CPU, VOCABULARY, History, assert_same
 
 DRAFTED, ADJACENCY = 1, 2
 SOURCES = Sources(3, 1, drafted=DRAFTED, attached=ADJACENCY, is_calibrated=False)
@@ -49,7 +49,7 @@ class FixedHistory(History):
         sizes = (1, 1, 1 << BITS if self.is_isolated else VOCABULARY)
         only_last = (NUM_TABLES - 1, NUM_TABLES)
         known = Tables.make(sizes, (True, True, self.is_isolated), FACTORS, self.is_isolated, CPU, only_last)
-        shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": RING}
+        shape = {"max_rows": 4, "num_table_rows": 6, "context": CONTEXT, "past_tokens": 1}
         levels = (sum(self.widths),) if self.is_one_pass else self.widths
         drafts = {"levels": lambda rows: levels, "num_beams": lambda rows: 2, "num_passes": len(levels)}
         depths = len(LEVELS) if self.is_one_pass else 1
@@ -181,3 +181,21 @@ def test_a_table_that_does_not_learn_stays_empty():
     tables = history.rounds[0].tables
     first = int(tables.starts[-1])
     assert (tables.entries[:first] == -1).all() and (tables.entries[first:] >= 0).any()
+
+
+def test_a_split_or_a_rank_that_is_not_there_is_refused():
+    """Before C reads or writes there."""
+    history = FixedHistory(1, [c_kernels])
+    each, shape, row = history.rounds[0], RoundShape(1, 20), torch.zeros(1, dtype=torch.int32)
+    pool_shape = each._pool_shape(shape)
+    c_kernels.begin(each.pool, pool_shape, each.texts, row + 1)
+
+    def attach(stop, splits):
+        of_row = (torch.zeros(1, dtype=torch.int64), row + 9, each.draws, ADJACENCY)
+        c_kernels.attach(each.pool, pool_shape, row + stop, splits, False, each.tables, *of_row)
+
+    good = FixedTree(splits=(Split(3, 9, make_template((1,))),)).numbers()
+    attach(0, good)
+    for stop, splits in ((1, good), (-1, good), (0, FixedTree(splits=(Split(3, 9, [(0, 8, 1)]),)).numbers())):
+        with pytest.raises(IndexError):
+            attach(stop, splits)
