@@ -97,18 +97,16 @@ def _policy(ablation: type[Grafter]) -> type[HostGraft]:
     return type(ablation.__name__, (HostGraft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
 
 
-ABLATIONS: dict[str, type[Policy]] = {
-    f"{DEFAULT_POLICY}-without-{what}": ablation
-    for what, ablation in {
-        "suffix": WithoutSuffix,
-        "past": _policy(WithoutPast),
-        "ngrams": _policy(WithoutNgrams),
-        "adjacency": _policy(WithoutAdjacency),
-        "recall": WithoutRecall,
-        "calibration": _policy(WithoutCalibration),
-        "pruning": WithoutPruning,
-        "merging": _policy(WithoutMerging),
-        "noise": WithoutNoise,
-        "8-bits": WithoutEightBits,
-    }.items()
+_BY_PART: dict[str, type[Policy]] = {
+    "suffix": WithoutSuffix,
+    "past": _policy(WithoutPast),
+    "ngrams": _policy(WithoutNgrams),
+    "adjacency": _policy(WithoutAdjacency),
+    "recall": WithoutRecall,
+    "calibration": _policy(WithoutCalibration),
+    "pruning": WithoutPruning,
+    "merging": _policy(WithoutMerging),
+    "noise": WithoutNoise,
+    "8-bits": WithoutEightBits,
 }
+ABLATIONS = {f"{DEFAULT_POLICY}-without-{part}": ablation for part, ablation in _BY_PART.items()}
