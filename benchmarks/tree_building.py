@@ -194,8 +194,8 @@ def main() -> None:
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy.grafter, "best_of", "- merge and best")
-    watch.watch(policy.budget, "best", "- number of nodes")
-    watch.watch(policy.grafter, "_learn_pass_gains", "- gains of passes")
+    watch.watch(policy.planner, "choose", "- number of nodes")
+    watch.watch(policy.planner, "learn", "- planner")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "top_logits", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")
