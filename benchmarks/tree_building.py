@@ -288,7 +288,7 @@ def main() -> None:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy.grafter, "best_of", "- merge and best")
     watch.watch(policy.planner, "choose", "- number of nodes")
-    watch.watch(policy.planner, "learn", "- what rounds bring")
+    watch.watch(policy.planner, "learn", "- planner")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "top_logits", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")
