@@ -188,6 +188,10 @@ _FAULTS = r"""
 # rounds of the device: rows with only a presence penalty are not adjusted
 -s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
 +s.repetition_penalty != 1 or s.frequency_penalty
+! test_row_rounds.py::test_where_rounds_cannot_be_captured_any_more_the_host_knows_what_the_answers_have
+# sampler: a sampler that begins within an answer knows none of its tokens
+-torch.tensor(history[prompt:], dtype
++torch.tensor([], dtype
 = src/graft/model/kv_cache.py
 ! test_pages.py::test_the_block_tables_on_the_device_list_the_pages_of_a_row_that_has_grown
 # pages: the device's block table is stale when a row grows
@@ -257,10 +261,6 @@ _FAULTS = r"""
 # scheduler: the oldest gives its pages up
 -youngest = max(self._running, key=lambda other: other.number)
 +youngest = min(self._running, key=lambda other: other.number)
-! test_scheduler.py::test_a_request_that_was_preempted_and_read_again_has_the_same_text
-# scheduler: a request that was preempted forgets what it has drawn
--                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
-+                    job.is_preempted = True
 = src/graft/request/detokenizer.py
 ! test_text_stream.py::test_a_stream_never_shows_the_beginning_of_a_stop_string
 # text: a stream shows the beginning of a stop string

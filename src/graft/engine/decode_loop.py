@@ -155,7 +155,7 @@ class DecodeLoop:
                 sequence.speculates = sequence.speculates and self.may_speculate
             prefill.batch, prefill.unread, prefill.copies = self.pages.open_rows(job)
             if job.prefill is not None:
-                prefill.batch.is_on_device = False  # its rows may get rotary offsets, which graphs ignore
+                self.engine.take_over(prefill.batch)  # its rows may get rotary offsets, which graphs ignore
                 job.prefill(prefill.batch)
         except Exception as error:
             self._prefills = [other for other in self._prefills if other is not prefill]
@@ -296,12 +296,12 @@ class DecodeLoop:
             for batch in self._batches.values():
                 own = [row for row, sequence in enumerate(batch.sequences) if self._jobs[sequence] is job]
                 if own:
-                    choosers = [batch.chooser.select([row]) for row in own]
+                    # Device rounds have no sampler on the host to keep: its state follows from the row's text.
+                    choosers = [batch.chooser.select([row]) for row in own] if batch.chooser is not None else []
                     for row in own:
                         batch.sequences[row].settle()
                         self._report(batch.sequences[row])
-                    # Device rounds have no sampler on the host to keep: its state follows from the row's text.
-                    job.choosers, job.is_preempted = [] if batch.is_on_device else choosers, True
+                    job.choosers, job.is_preempted = choosers, True
             self._remove([job])
         except Exception as error:
             self._remove([job])

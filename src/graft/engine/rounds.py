@@ -90,6 +90,7 @@ class Rounds:
             meanwhile()
             self.target.synchronize()  # wait here, so that the time counts as the verify's and not as the walk's
         with clock("accept"):
+            assert batch.chooser is not None
             accepted = walk(tree, verified, batch.chooser)
             self.target.commit(batch.cache, accepted.nodes)
         with clock("learn"):
@@ -116,7 +117,7 @@ class Rounds:
                 raise
             # Device rounds cannot be captured: the host takes over, with new samplers for the texts so far.
             self.device_rounds.flush(clock)
-            batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
+            self.take_over(batch)
             self.run_round(batch, clock, chunks, meanwhile)
             return
         if read is not None:
@@ -220,10 +221,17 @@ class Rounds:
             draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
             rounds = self.device_rounds if chooser is None else None
             is_on_device = rounds is not None and rounds.can_run(sequences, draft)
-            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft, is_on_device)
+            if chooser is None and not is_on_device:
+                chooser = self._sampler(sequences)
+            return Batch(list(sequences), cache, chooser, draft, is_on_device)
         except Exception:
             cache.release()
             raise
+
+    def take_over(self, batch: Batch) -> None:
+        """Leave a batch's rounds to the host."""
+        if batch.is_on_device:
+            batch.is_on_device, batch.chooser = False, self._sampler(batch.sequences)
 
     def _sampler(self, batch: list[TokenSequence]) -> Sampler:
         return Sampler(

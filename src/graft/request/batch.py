@@ -20,7 +20,7 @@ class Batch:
 
     sequences: list[Sequence]
     cache: KVCache  # of the target
-    chooser: Chooser
+    chooser: Chooser | None  # None in device rounds, which choose by themselves
     draft: Any = None  # the drafter's DraftState
     is_on_device: bool = False  # whether it is decoded in device rounds
     num_prefill_tokens: int = 0  # prompt tokens of other batches in the coming step
@@ -56,7 +56,7 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Append the rows of another batch that the same engine opened."""
-        chooser = self.chooser.concat(other.chooser)
+        chooser = self.chooser.concat(other.chooser) if self.chooser is not None else None
         draft = self.draft.concat(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
@@ -66,7 +66,7 @@ class Batch:
         """Keep only these rows, and release the pages of the others."""
         stay = set(rows)
         kept = sorted(stay)
-        chooser = self.chooser.select(kept)
+        chooser = self.chooser.select(kept) if self.chooser is not None else None
         draft = self.draft.select(kept) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in kept])
         gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]
