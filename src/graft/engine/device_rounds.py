@@ -527,7 +527,7 @@ class DeviceRounds:
         ]
         num_passes = int(found["made"].sum()) if not shape.is_plain else 0
         tree = flight.tree()
-        considered, logprobs = flight.considered(tree), flight.logprobs()
+        considered, logprobs = flight.report.considered(tree), flight.logprobs()
         names, common = self.policy.sources, self.policy.common_sources
         by_row = zip(flight.sequences, flight.rows, flight.draft_rows, tokens, nodes, strict=True)
         for number, (sequence, row, draft_row, new, accepted) in enumerate(by_row):

@@ -38,10 +38,6 @@ class Flight:
     def logprobs(self) -> Logprobs | None:
         return self.report.logprobs(self.results["num_nodes"][: len(self.rows)])
 
-    def considered(self, tree: DraftTree) -> DraftTree | None:
-        """The trees, then pruned candidates, for records of the round."""
-        return self.report.considered(tree.tokens[:, 0].tolist(), self.results["num_nodes"][: len(self.rows)])
-
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""
         found, num_rows = self.results, len(self.rows)
