@@ -1,6 +1,6 @@
 """Is Graft ever slower than plain decoding when it has learned nothing yet?
 
-    python benchmarks/cold_start.py --model qwen2.5-coder-0.5b --draft none
+    python benchmarks/cold_start.py --model MODEL --draft none
     python benchmarks/cold_start.py --draft none --from process --limit 5 --max-new-tokens 1
     python benchmarks/cold_start.py --beside 1
 

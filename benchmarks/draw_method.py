@@ -20,7 +20,7 @@ PROMPT = (
 )
 BUDGET, ROUND = 10, 2  # nodes verified in a round, and the round to draw, from 0
 
-KINDS = {"drafted": "drafted", "suffix": "copied", "past": "copied", "datastore": "copied"}  # all others: seen before
+KINDS = {"drafted": "drafted", "suffix": "copied", "past": "copied"}  # all others: seen before
 LEGEND = {
     "drafted": "guessed by a small network",
     "copied": "copied from earlier text",

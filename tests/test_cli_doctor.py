@@ -36,6 +36,11 @@ def test_it_describes_the_model_and_exits_with_1_if_graft_is_slower(
     assert f"{speed:.2f} times" in said["measured"]
 
 
+def test_a_limit_counts_built_in_prompts_in_all(graft, model_folder):
+    result = graft("doctor", "--model", model_folder, "--limit", "2", "--max-new-tokens", "4")
+    assert "measuring 1/2: prompts" in result.err
+
+
 def test_a_model_that_cannot_be_had_is_not_supported_and_says_why(graft, data):
     result = graft("doctor", "--model", "no-such-model", "--prompts", data)
     assert result.status == 1 and result.out.startswith("supported  no: ") and len(result.out.splitlines()) == 1

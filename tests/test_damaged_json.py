@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from graft import GraftError
-from graft.datastore import format as datastore
 from graft.files import read_json
 from graft.hub.export import accepted_table, load_table
 from graft.hub.manifest import MANIFEST, check_sizes, record_files, version_of
@@ -70,20 +69,6 @@ def test_a_damaged_manifest(tmp_path):
     record_files(tmp_path, {"name": "x", "version": "1"})
     manifest = tmp_path / MANIFEST
     check_all(manifest, json.loads(manifest.read_text()), lambda: (check_sizes(tmp_path), version_of(tmp_path)))
-
-
-def test_a_damaged_header_of_an_index(tmp_path):
-    part = datastore.Part(1, "a", "b")
-    header = datastore.Header(2, 100, "c", (datastore.Shard(1, 1, 1, {"tokens": part}),), {"x": 1})
-    datastore.write_header(tmp_path, header)
-    path = tmp_path / datastore.HEADER
-    content = json.loads(path.read_text())
-    check_all(path, content, lambda: datastore.read_header(tmp_path))
-    del content["checksum"]
-    for damaged in damages(content):  # with a checksum that is right, as a wrong program would write it
-        if isinstance(damaged, dict):
-            path.write_text(json.dumps(damaged | {"checksum": datastore.checksum_of(damaged)}))
-            check(lambda: datastore.read_header(tmp_path), damaged)
 
 
 def test_damaged_tables_of_an_export(tmp_path):

@@ -84,7 +84,7 @@ def refusal(model, draft, **options):
 
 @pytest.mark.parametrize("layer", [-1, 0, 3, 99])
 def test_a_layer_that_is_none_is_refused_with_those_that_are(model, layer):
-    message = f"the exit layer is {layer}, and must be between 1 and 2: LlamaForCausalLM has 3 layers"
+    message = f"the exit layer is {layer}, and must be between 1 and 2: the model has 3 layers"
     assert refusal(model, f"early-exit:{layer}") == message
 
 
@@ -168,7 +168,7 @@ def test_the_commands_take_an_early_exit(graft, tmp_path):
     check = graft("check", "--prompts", str(data), "--limit", "2", *named, "--draft", "early-exit:2", "--budget", "7")
     assert check.status == 0 and "0 differ" in check.out, check.err
     far = graft("generate", "abc", *named, "--draft", "early-exit:4")
-    assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: LlamaForCausalLM has 4 layers")
+    assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: the model has 4 layers")
     assert "its first layers" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
     tuned = graft("tune", "--prompts", str(data), "--draft", "early-exit", *named)
     assert "early-exit:2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err

@@ -79,7 +79,6 @@ BOUNDS = {
     "tune": "--max-new-tokens 8 --out tuned/profile.safetensors",
     "train": "--max-new-tokens 8 --steps 1 --batch-tokens 64 --held-back 0.3 --draft-vocab-size 64 --unroll 1",
     "bench": "--max-new-tokens 8 --data questions.jsonl --draft none",
-    "index": "",
     "serve": None,
     "pull": None,
 }

@@ -69,8 +69,6 @@ LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
     ({"chunk_size": "all"}, "chunk_size must be a positive"),
     ({"profile": "/nowhere.safetensors"}, "cannot be read as a profile"),
     ({"profile": 7}, "profile must be a path"),
-    ({"datastore": "/nowhere"}, "holds no index"),
-    ({"datastore": "/nowhere", "policy": "off"}, "uses no datastore"),
     ({"exact": True}, "exact steps need"),
 ]
 GENERATE = [  # a prompt, options, words of the error
@@ -128,11 +126,6 @@ COMMANDS = [  # words, what is piped in, words of the error
     ("tune --prompts PROMPTS --out FOLDER", b"", "it is a folder"),
     ("tune --prompts PROMPTS --limit 0", b"", "limit must be at least 1"),
     (f"bench --out {NOWHERE}", b"", "cannot write to"),
-    (
-        "index build --model MODEL FOLDER/none --out FOLDER/x",
-        b"",
-        "cannot read .*/none: No such file or directory$",
-    ),
 ]
 GENERATE_OPTIONS = [  # of graft generate, with a model; words of the error
     ("--temperature -1", "temperature must be 0"),

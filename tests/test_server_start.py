@@ -77,6 +77,7 @@ def test_help_and_wrong_arguments_of_every_verb_are_answered_without_torch(tmp_p
             ("bench",): "name a folder for the results with --out",
             ("generate", "x", "--temperature", "-1"): "temperature must be 0 (greedy) or more",
             ("generate", "x", "--draft", "early-exit:x"): "takes a whole number, not 'x'",
+            ("generate", "x", "--model", str(model_folder), "--draft", "early-exit:9"): "must be between 1 and 2",
             ("generate", "x", "--profile", "/nope"): "/nope cannot be read as a profile",
             ("generate", "x", "--profile", prompts[1]): "cannot be read as a profile",
             ("generate", "x", "--model", "owner/name"): "the hub cannot be reached",
@@ -106,11 +107,6 @@ def test_help_and_wrong_arguments_of_every_verb_are_answered_without_torch(tmp_p
             ("export-head", "smollm2-135m", str(tmp_path)): "is not empty: choose a new folder",
             ("export-hub", str(tmp_path)): "is not empty: choose a new folder",
             ("export-hub", out): "",
-            ("index", "info", str(tmp_path)): "holds no index",
-            ("index", "build", "/nope", "--out", out): "cannot read /nope",
-            ("index", "build", prompts[1], "--out", out, "--model", "nope"): "unknown model 'nope'",
-            ("index", "build", prompts[1], "--out", out, "--shard-tokens", "0"): "shard_tokens must be between 1 and",
-            ("index", "build", prompts[1], "--out", str(tmp_path)): "is not an index: choose another --out",
             ("pull", "nope"): "'nope' is not a packaged model",
             ("doctor", "--prompts", "/nope"): "cannot read /nope",
             ("doctor", "--prompts", "6"): "--prompts names a file; --limit is how many",
@@ -135,7 +131,6 @@ def test_help_and_wrong_arguments_of_every_verb_are_answered_without_torch(tmp_p
                 cases |= {
                     (verb, *needed, "--policy", "nope"): "unknown policy 'nope'",
                     (verb, *needed, "--budget", "900"): "budget must be between 1 and 127",
-                    (verb, *needed, "--datastore", str(tmp_path)): "holds no index",
                 }
             if verb not in ("demo", "serve"):
                 cases[verb, *needed, "--max-new-tokens", "99999", "--model", model_folder] = context

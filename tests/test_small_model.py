@@ -179,12 +179,11 @@ def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
     assert "LlamaForCausalLM keeps a recurrent state" in refusal(model, stateful)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])  # with a packaged head, and without
-def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model, name):
+def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model):
     named = []
     monkeypatch.setattr(registry, "load_small_model", lambda name, *rest: named.append(name))
-    load_drafter(name, model)
-    assert named == [name]
+    load_drafter("smollm2-135m", model)
+    assert named == ["smollm2-135m"]
 
 
 def test_more_beams_than_tokens_are_refused(model):

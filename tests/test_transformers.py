@@ -107,11 +107,9 @@ def test_sampled_text_is_that_of_generate_and_so_is_what_is_drawn_next(model, id
     for seed in range(2):
         torch.manual_seed(seed)
         expected, next_draw = model.generate(ids, **options), torch.rand(1)
-        for policy in ("graft", "recycle"):
-            torch.manual_seed(seed)
-            given = {"custom_generate": graft.decode, "policy": policy, "budget": 8}
-            assert torch.equal(model.generate(ids, **given, **options), expected)
-            assert torch.equal(torch.rand(1), next_draw)
+        torch.manual_seed(seed)
+        assert torch.equal(model.generate(ids, custom_generate=graft.decode, budget=8, **options), expected)
+        assert torch.equal(torch.rand(1), next_draw)
 
 
 def test_keyed_noise_follows_torchs_seed_and_not_the_rows_beside_it(model):
@@ -189,7 +187,7 @@ def test_images_are_read_by_the_models_own_forward_and_answers_decoded_with_tree
     assert not torch.allclose(seen, other, atol=0.1), "the images matter"
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
         texts = []
-        for own in ({}, {"custom_generate": graft.decode, "policy": "recycle", "budget": 8}):
+        for own in ({}, {"custom_generate": graft.decode, "budget": 8}):
             torch.manual_seed(3)
             result = model.generate(ids, **options, **sampling, **own)
             texts.append(result.sequences)

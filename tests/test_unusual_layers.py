@@ -1,5 +1,6 @@
 """Layers that are quantised, adapted or changed: they keep their own code, and are refused if tokens share a scale."""
 
+import functools
 import json
 import logging
 import types
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaModel
+from transformers.models.llama import modeling_llama
 
 import graft
 from block_heads import make_head
@@ -17,7 +19,9 @@ from graft.errors import GraftError
 from graft.hub.drafters import load_drafter
 from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.fusable import why_not
+from graft.model.plain_modules import settings_of
 from graft.model.unusual_layers import (
+    cast_plain_weights,
     check_tokens_apart,
     output_weight,
     readable_weights,
@@ -128,6 +132,112 @@ def test_a_forward_given_to_a_whole_class_is_not_left_out(monkeypatch):
     assert "forward of its own" in (why_not(tiny_model()) or "")
 
 
+def test_a_forward_wrapped_under_its_old_name_is_not_left_out(monkeypatch):
+    own = nn.Linear.forward
+
+    @functools.wraps(own)
+    def doubled(self, x):
+        return 2 * own(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    model = tiny_model()
+    assert "forward of its own" in (why_not(model) or "")
+    assert not cpu_linear.speed_up(model)
+
+
+class Doubled(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Rolled(LlamaModel):
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state.roll(1, -1)
+        return found
+
+
+def with_another_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Doubled()
+
+
+def with_a_subclass_of_the_network(model):
+    model.model.__class__ = Rolled
+
+
+def with_another_call(model):
+    part = model.model.layers[0].mlp.up_proj
+    own = part._call_impl
+    part._call_impl = lambda x: 2 * own(x)
+
+
+def with_other_norms(model):
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+
+
+def with_another_scale_of_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_another_activation,
+        with_a_subclass_of_the_network,
+        with_another_call,
+        with_other_norms,
+        with_another_scale_of_attention,
+    ],
+)
+def test_text_follows_a_change_of_the_model_before_and_after_it_is_in_use(change, is_in_use):
+    model, prompt = tiny_model(), [*TOKENS[0].tolist() * 2, 5]
+    cpu_linear.speed_up(model)
+    engine = graft.load(model=model, tokenizer=byte_tokenizer(), draft=None, budget=8, profile=None)
+    if is_in_use:
+        engine.generate(prompt, max_new_tokens=2)
+        assert engine.target.not_fused is None
+    unchanged = engine.generate(prompt, max_new_tokens=24, ignore_eos=True).ids if is_in_use else None
+    change(model)
+    ids = engine.generate(prompt, max_new_tokens=24, ignore_eos=True).ids
+    asked = torch.tensor([prompt])
+    expected = model.generate(asked, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ids == expected[0, len(prompt) :].tolist()
+    assert ids != unchanged
+
+
+def test_a_function_of_the_models_file_that_was_replaced_is_not_left_out(monkeypatch):
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(2 * q, k, cos, sin))
+    assert "was replaced" in (why_not(tiny_model()) or "")
+
+
+def test_layers_are_not_made_anew_while_the_model_stays_the_same():
+    model = tiny_model()
+    cpu_linear.speed_up(model)
+    target = TargetRunner(model)
+    target.refresh()
+    layers = target._fused.layers
+    model.eval()(TOKENS)
+    target.refresh()
+    assert layers is not None and target._fused.layers is layers
+
+
+def test_captured_code_is_out_of_date_when_a_module_is_given_another_hook_or_setting():
+    model = tiny_model()
+    before = settings_of(model)
+    model.train().eval()
+    assert settings_of(model) == before
+    for change in (with_hook, with_hook, with_other_norms, with_own_forward):
+        change(model)
+        assert settings_of(model) != before
+        before = settings_of(model)
+
+
 def test_a_hook_on_every_module_is_not_left_out():
     hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
     try:
@@ -171,6 +281,50 @@ def test_a_layer_that_treats_a_token_alone_is_taken_with_a_warning_if_it_rounds_
         check_tokens_apart(replaced(ByToken, dtype=dtype))
 
 
+def at_the_last_token(module, inputs, output):
+    return torch.cat([output[:, :-1], 3 * output[:, -1:]], 1)
+
+
+def less_their_mean(module, inputs, output):
+    return output - output.mean(1, keepdim=True)
+
+
+def by_the_largest(module, inputs):
+    return (inputs[0] / inputs[0].abs().amax(),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[0].mlp.register_forward_hook(at_the_last_token),
+        lambda model: model.model.embed_tokens.register_forward_hook(less_their_mean),
+        lambda model: model.model.layers[1].mlp.register_forward_pre_hook(by_the_largest),
+    ],
+)
+def test_a_hook_that_lets_tokens_change_each_other_is_refused(change, dtype):
+    model = tiny_model().to(dtype)
+    change(model)
+    with pytest.raises(GraftError, match=r"layers\.[01]\.mlp \(LlamaMLP\) changes|embed_tokens \(Embedding\) changes"):
+        check_tokens_apart(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hooks_that_treat_each_token_alone_are_taken_on_all_modules(dtype):
+    model = replaced(ByToken, dtype=dtype)
+    for module in model.modules():
+        module.register_forward_hook(lambda module, inputs, output: None)
+    with pytest.warns(UserWarning, match="rounds activations"):
+        check_tokens_apart(model)
+    assert all(len(module._forward_hooks) == 1 and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_hooked_model_whose_numbers_overflow_also_with_one_token_is_not_blamed_for_others():
+    model = tiny_model()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output / 0)
+    check_tokens_apart(model)
+
+
 def test_a_model_that_transformers_itself_cannot_run_is_one_line():
     class Broken(nn.Linear):
         def forward(self, x):
@@ -210,6 +364,17 @@ def test_text_is_that_of_generate_with_packed_weights_and_a_packed_output_layer(
     assert engine.target.vocab_size == model.config.vocab_size
     assert engine.generate(TOKENS[0].tolist(), max_new_tokens=16, ignore_eos=True).ids == expected
     assert engine.target.describe()["weights"] == "7 Packed layers; else float32"
+
+
+def test_a_larger_output_weight_is_read_as_it_is_now():
+    model, prompt = tiny_model(), [3, 5, 7, 3, 5, 7]
+    for layer in (model.lm_head, model.model.embed_tokens):
+        layer.weight = nn.Parameter(torch.randn(len(layer.weight) + 64, layer.weight.shape[1]))
+    engine = graft.load(model=model, tokenizer=byte_tokenizer(), draft=None, budget=8, profile=None)
+    ids = engine.generate(prompt, max_new_tokens=12, ignore_eos=True).ids
+    asked = torch.tensor([prompt])
+    expected = model.generate(asked, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ids == expected[0, len(prompt) :].tolist()
 
 
 def test_a_head_borrows_the_numbers_of_a_packed_output_layer(tmp_path):
@@ -275,6 +440,30 @@ def test_unpacking_is_said_with_its_memory_before_it_happens(stored_in_fp8, monk
     assert order[1:] == ["load"]
     assert "is stored in fp8 and unpacked to float32 here: its weights take 0.0 GB of memory" in order[0]
     assert engine.target.describe()["weights"] == "float32"
+    assert len(engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).ids) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers unpacks such a checkpoint on a CPU only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unpacked_weights_run_in_the_dtype_asked_for(stored_in_fp8, dtype):
+    reference = AutoModelForCausalLM.from_pretrained(stored_in_fp8, dtype=dtype).to(dtype)
+    engine = graft.load(stored_in_fp8, dtype=dtype, draft=None, profile=None, budget=12)
+    assert {weight.dtype for weight in engine.target.model.parameters()} == {dtype}
+    torch.testing.assert_close(engine.target.model.state_dict(), reference.state_dict(), rtol=0, atol=0)
+    if dtype == torch.float32:
+        reference.generation_config.eos_token_id = None
+        expected = reference.generate(TOKENS, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+        assert engine.generate(TOKENS[0].tolist(), max_new_tokens=16, ignore_eos=True).ids == expected
+
+
+def test_a_cast_leaves_the_numbers_of_quantised_layers_and_what_is_kept_in_float32():
+    model = replaced(ByToken, parts=("mlp.up_proj",), dtype=torch.bfloat16)
+    model.model.norm.float()
+    cast_plain_weights(model, torch.float16)
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype != torch.float16}
+    assert dtypes.pop("model.norm.weight") == torch.float32
+    assert set(dtypes) == {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(len(model.model.layers))}
+    assert set(dtypes.values()) == {torch.bfloat16}
 
 
 def test_an_adapted_output_layer_is_read_with_its_adapter():

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from graft.datastore.format import read_header as read_index_header
 from graft.errors import ModelError
 from graft.folders import Json, folder_of, missing_file, read_config
 from graft.home import check_no_adapter, is_gguf, model_folder
-from graft.hub.draft_names import check_draft
+from graft.hub.draft_names import EARLY_EXIT, check_draft, check_exit_layer, name_of, named_layer
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, check_model_name
 from graft.model.context import max_positions
 from graft.settings import require, require_known
@@ -27,7 +26,6 @@ def check_load_options(
     model: Any = DEFAULT_MODEL,
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
-    datastore: str | Path | None = None,
     draft: Any = AUTO,
     profile: str | Path | None = AUTO,
     device: Any = AUTO,
@@ -42,9 +40,6 @@ def check_load_options(
     """
     require_known("policy", policy, policies)
     PolicySettings(budget)  # checks the budget
-    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} uses no datastore: leave it out")
-    if datastore is not None:
-        read_index_header(Path(datastore))
     if isinstance(device, str):
         check_device(device)
     if isinstance(dtype, str):
@@ -56,7 +51,7 @@ def check_load_options(
 
         read_header(Path(profile).expanduser())
     if isinstance(model, str):
-        _check_model(model, max_new_tokens)
+        _check_model(model, max_new_tokens, draft)
 
 
 def check_device(name: str) -> None:
@@ -87,7 +82,7 @@ def config_of(name: str) -> Json | None:
     return read_config(folder_of(name, ("config.json",), "model"))
 
 
-def _check_model(name: str, max_new_tokens: int | None) -> None:
+def _check_model(name: str, max_new_tokens: int | None, draft: Any) -> None:
     check_model_name(name)
     path = Path(name).expanduser()
     if name not in PACKAGED_MODELS and path.is_dir():
@@ -95,10 +90,16 @@ def _check_model(name: str, max_new_tokens: int | None) -> None:
         if (missing := missing_file(path)) is not None:
             raise ModelError(f"cannot load {name}: {missing}")
     config = config_of(name)
-    if config is None or max_new_tokens is None:
+    if config is None:
         return
-    text = config.get("text_config")
-    limit = max_positions(SimpleNamespace(**(text if isinstance(text, dict) else config)))
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    num_layers = text.get("num_hidden_layers")
+    if isinstance(draft, str) and name_of(draft) == EARLY_EXIT and isinstance(num_layers, int):
+        check_exit_layer(named_layer(draft), num_layers)
+    if max_new_tokens is None:
+        return
+    limit = max_positions(SimpleNamespace(**text))
     require(
         not isinstance(limit, int) or max_new_tokens < limit,
         f"a prompt and max_new_tokens={max_new_tokens} exceed the model's context of {limit}: ask for fewer new tokens",

@@ -1,4 +1,4 @@
-"""`load`: an engine from a model's name, with its drafter, profile and datastore."""
+"""`load`: an engine from a model's name, with its drafter and profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from graft.datastore.lookup import Datastore
 from graft.device_info import pick_device
 from graft.engine import Engine
 from graft.hub.draft_names import NONE, packaged_head_of
@@ -37,7 +36,6 @@ def load(
     dtype: str | torch.dtype = "auto",
     chunk_size: int = 256,
     profile: str | Path | None = "auto",
-    datastore: str | Path | None = None,
     isolated: bool = False,
     exact: bool = False,
     prefix_cache: bool | None = None,
@@ -57,7 +55,6 @@ def load(
     budget: nodes that a round verifies; None: the policy decides, and graft takes as many as pay on this machine.
     profile: a file that `graft tune` saved; auto: the one of this model, head and machine, or the packaged head's;
     None: start with nothing learned.
-    datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
     isolated: a text learns only from itself and from texts with the same `Sequence.owner`, which a server sets. It does
     not learn from other texts or from a profile's texts.
     exact: on a GPU, a token has the same bits in any batch; a GraftError says why if that is impossible. Large batches
@@ -69,7 +66,7 @@ def load(
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
-    _check_names(model, draft, policy, budget, datastore, profile, device, dtype)
+    _check_names(model, draft, policy, budget, profile, device, dtype)
     require(not (keep_learned and isolated), "what isolated texts teach cannot be kept: drop keep_learned")
     name = None
     if isinstance(model, str):
@@ -94,7 +91,6 @@ def load(
         drafter=drafter,
         budget=budget,
         chunk_size=chunk_size,
-        datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
         isolated=isolated,
         exact=exact,
         prefix_cache=prefix_cache if prefix_cache is not None else name is not None,
@@ -105,17 +101,14 @@ def load(
     return engine
 
 
-def _check_names(
-    model: Any, draft: Any, policy: Any, budget: Any, datastore: Any, profile: Any, device: Any, dtype: Any
-) -> None:
+def _check_names(model: Any, draft: Any, policy: Any, budget: Any, profile: Any, device: Any, dtype: Any) -> None:
     """Check all names before the model is loaded, so that an error comes at once."""
     where = "a packaged name, a folder or a hub id"
     for what, given in (("model", model), ("draft", draft)):
         good = isinstance(given, str | nn.Module) or (what == "draft" and given is None)
         require(good, f"{what} must be {where}, or a transformers model, not {given!r}")
-    for what, given in (("datastore", datastore), ("profile", profile)):
-        require(given is None or isinstance(given, str | Path), f"{what} must be a path, not {given!r}")
-    check_load_options(model, policy, budget, datastore, draft, profile, device, dtype, policies=POLICIES)
+    require(profile is None or isinstance(profile, str | Path), f"profile must be a path, not {profile!r}")
+    check_load_options(model, policy, budget, draft, profile, device, dtype, policies=POLICIES)
     if isinstance(draft, str) and draft != AUTO:
         check_kind(draft)
 

@@ -11,10 +11,7 @@ from graft.spec_decode.policy_settings import DEFAULT_POLICY
 
 PEERS = ("hf", "hf-lookup", "hf-assisted")  # transformers' own methods
 ASSISTED = "hf-assisted"
-_BASELINES = (
-    "lookup", "recycle", "dense", "prune", "root", "tail", "paper", "dense-with-noise", "paper-with-noise", "block",
-    "block-paper",
-)  # fmt: skip
+_BASELINES = ("dense", "prune", "paper", "dense-with-noise", "paper-with-noise", "block", "block-paper")
 _LEFT_OUT = (
     "suffix", "past", "ngrams", "adjacency", "recall", "calibration", "pruning", "merging", "noise", "8-bits",
 )  # fmt: skip

@@ -22,7 +22,6 @@ from graft.cli.env import env
 from graft.cli.export_head import export_head
 from graft.cli.export_hub import export_hub
 from graft.cli.generate import generate
-from graft.cli.index import index
 from graft.cli.load_check import load_check
 from graft.cli.pull import pull
 from graft.cli.serve import serve
@@ -52,7 +51,6 @@ app = typer.Typer(
 for verb in VERBS:
     app.command()(verb)
 app.add_typer(benches)
-app.add_typer(index)
 
 
 def _print_version(wanted: bool) -> None:

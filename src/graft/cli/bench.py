@@ -72,8 +72,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: off, lookup, recycle, dense, prune, root, tail, paper, dense-with-noise, "
-            "paper-with-noise, block, block-paper, graft, graft-without-..., hf, hf-lookup, hf-assisted."
+            help="Comma-separated: off, dense, prune, paper, dense-with-noise, paper-with-noise, "
+            "block, block-paper, graft, graft-without-..., hf, hf-lookup, hf-assisted."
         ),
     ] = "off,graft",
     limit: Annotated[int | None, LIMIT] = None,

@@ -17,7 +17,6 @@ from graft.tuning import NUM_TRIALS
 
 if TYPE_CHECKING:
     from graft.engine import Engine
-    from graft.tuning.turns import Turn
 
 
 @takes(loading=LOADING)
@@ -32,11 +31,11 @@ def doctor(
 
     Each prompt is decoded plainly before and after Graft. If the two differ too much, there is no verdict.
 
-    Without --prompts, the prompts are built-in ones. Without --limit, it uses 6 prompts in all.
+    Without --prompts, the prompts are built-in ones, --limit in all. Without --limit, it uses 6 prompts in all.
 
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
-    [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --prompts my-prompts.jsonl
+    [dim]Example:[/] graft doctor --model Qwen/Qwen2.5-7B-Instruct --prompts my-prompts.jsonl
     """
     from graft.bench.tasks import built_in_tasks, read_tasks
     from graft.data import user_message
@@ -49,20 +48,22 @@ def doctor(
     ranks = zip_longest(*([prompt.text for prompt in task.prompts] for task in tasks))  # of each task in turn
     # A repeated prompt would be recalled, not decoded.
     texts = list(dict.fromkeys(text for rank in ranks for text in rank if text is not None))
-    texts = texts[: NUM_TRIALS if limit is None else None]
+    texts = texts if prompts and limit is not None else texts[: limit or NUM_TRIALS]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
     try:
         engine = load_engine(loading | {"prefix_cache": False}, max_new_tokens=max_new_tokens)
     except GraftError as error:
         _print_line("supported", f"no: {error}")
         raise typer.Exit(1) from error
-    from graft.tuning.turns import MIN_NOISE, speed_of
+    from graft.tuning.turns import MIN_NOISE, measure_turns, speed_of
 
     load_seconds = time.perf_counter() - start
     target = engine.target
     _print_line("supported", f"yes: {type(target.model).__name__} on {target.device}")
     _print_line("drafters", _drafters_of(engine, name))
-    turns = _measure(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
+    asked = [engine.encode(user_message(text, engine.tokenizer)) for text in texts]
+    with ProgressBars() as progress:
+        turns = measure_turns(engine, asked, max_new_tokens, progress.show)
     for label, fact in target.describe().items():  # after the steps have been tried
         _print_line(label, fact)
     _print_line("kernels", _kernels_of(engine))
@@ -100,23 +101,6 @@ def _kernels_of(engine: Engine) -> str:
     if count:
         return f"C, for up to 64 tokens, in {count} linear layers"
     return "none: the model has no plain float32 layers, or the kernels were not built"
-
-
-def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
-    """Time each prompt both ways in turn, so that other load on the machine affects both alike."""
-    from graft.compare import plain_twin
-    from graft.progress import Report
-    from graft.tuning.turns import decode_in_turns
-
-    plain = plain_twin(engine)
-    plain.generate(prompts[0], max_new_tokens=2)  # torch's one-time work
-    turns: list[Turn] = []
-    with ProgressBars() as progress:
-        for prompt in prompts:
-            progress.show(Report("measuring", len(turns), len(prompts), "prompts: plain, Graft, plain again"))
-            turns.append(decode_in_turns(plain, engine, prompt, max_new_tokens)[0])
-        progress.show(Report("measuring", len(turns), len(prompts), "done"))
-    return turns
 
 
 def _drafters_of(engine: Engine, name: str) -> str:

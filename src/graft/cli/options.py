@@ -54,7 +54,6 @@ LOADING: Group = MODEL | {
         metavar="HEAD",
     ),
     "policy": _model(str, "off, graft. off is plain decoding.", "graft"),
-    "datastore": _model(str, "Also retrieve from this index, made by graft index build.", metavar="DIR"),
     "budget": _model(int, "Draft nodes verified per round.", "the fastest on this machine"),
     "exact": _model(bool, "On a GPU, compute the same bits whatever else is in the batch.", "no-exact"),
     "keep_learned": _model(

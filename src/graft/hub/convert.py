@@ -29,9 +29,9 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         if model is not None:
             tokenizer.bos_token = model.bos_token
-            tokenizer.eos_token = model.eos_tokens[0]
+            tokenizer.eos_token = model.eos_token
             tokenizer.pad_token = model.pad_token
-            endings = [tokenizer.convert_tokens_to_ids(token) for token in model.eos_tokens]
+            endings = [tokenizer.eos_token_id]
         else:
             facts = _tokenizer_facts(gguf)
             if "eos_token_id" in facts:  # some versions of transformers ignore it for some models

@@ -44,6 +44,15 @@ def named_layer(draft: str) -> int | None:
         raise GraftError(f"--draft {EARLY_EXIT}:LAYER takes a whole number, not {word!r}") from error
 
 
+def check_exit_layer(layer: int | None, num_layers: int) -> None:
+    """Raise a GraftError for a layer that early exit cannot end with. None: it is to be chosen."""
+    require(num_layers > 1, "the model has one layer: early exit needs two layers or more")
+    require(
+        layer is None or 1 <= layer < num_layers,
+        f"the exit layer is {layer}, and must be between 1 and {num_layers - 1}: the model has {num_layers} layers",
+    )
+
+
 # Drafters made from the target itself, called NAME or NAME:VARIANT: a check of such a name.
 OWN: dict[str, Callable[[str], object]] = {MTP: lambda draft: None, EARLY_EXIT: named_layer}
 

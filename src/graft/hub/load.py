@@ -32,6 +32,7 @@ from graft.hub.pull import convert_once, pull
 from graft.hub.registry import PACKAGED_MODELS, check_model_name
 from graft.model.cpu_linear import speed_up
 from graft.model.support import check_decoder_only
+from graft.model.unusual_layers import cast_plain_weights
 from graft.quiet import quiet_transformers
 
 # What transformers raises for a model that cannot be loaded. Anything else is a bug and keeps its traceback.
@@ -60,7 +61,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
                 ignore_mismatched_sizes=True,  # an error below names them
             )
             model, report = loaded  # a pair, because of output_loading_info
-            if model.device != torch.device(device):  # some quantised models refuse `to`
+            if model.device != torch.empty(0, device=device).device:  # some quantised models refuse `to`
                 model.to(device)
     except GraftError:
         raise
@@ -79,6 +80,7 @@ def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTraine
             f"cannot load {name}: the weights do not fit config.json: {weight} is {list(its)} in the files and "
             f"{list(expected)} by the config ({len(misfits)} such weights); one of the two is another model's"
         )
+    cast_plain_weights(model, dtype)
     speed_up(model)
     return model, tokenizer
 

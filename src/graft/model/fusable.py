@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.activations import SiLUActivation
 
-from graft.model.plain_modules import changed_module, is_plain_linear
+from graft.model.plain_modules import changed_module, has_only_weights, written_in
 
 _FAMILIES = {
     LlamaForCausalLM: "Llama",
@@ -17,6 +18,7 @@ _FAMILIES = {
     Qwen2ForCausalLM: "Qwen2",
     Qwen3ForCausalLM: "Qwen3",
 }
+_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")  # of a family's file, which our layers compute too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the text's length
 MAX_HEAD_DIM = 256
@@ -46,6 +48,7 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
         return f"its activation is {config.hidden_act}"
     own = type(model).__module__
     expected = {
+        parts.model: "Model",
         parts.model.norm: "RMSNorm",
         rotary: "RotaryEmbedding",
         **{module: name for layer in parts.model.layers for module, name in _parts_of(layer).items()},
@@ -53,11 +56,13 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
     for module, name in expected.items():
         if type(module).__module__ != own or type(module).__name__ != family + name:
             return f"it has a {type(module).__name__} in place of a {family + name}"
+    if any(written_in(getattr(sys.modules[own], name)) != own for name in _FUNCTIONS):
+        return f"a function of {own} was replaced"
     plain = [parts.lm_head, *(p for layer in parts.model.layers for p in _products(layer))]
     embedding = parts.model.embed_tokens
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
         return "its embedding is not a plain one of PyTorch's"
-    if not all(is_plain_linear(p, linear) for p in plain):
+    if not all(has_only_weights(p, linear) for p in plain):
         return f"a linear layer is not a plain {linear.__name__}"
     norms = [module for module, name in expected.items() if name == "RMSNorm"]
     if any(norm._parameters.keys() != {"weight"} for norm in norms) or len({n.variance_epsilon for n in norms}) > 1:
@@ -68,7 +73,7 @@ def why_not(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> str 
         others = (attention.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, parts.lm_head)
         if len(set(biases)) > 1 or any(p.bias is not None for p in others):
             return "it has biases beside those of queries, keys and values"
-        if not isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation)):
+        if type(layer.mlp.act_fn) not in (nn.SiLU, SiLUActivation):
             return f"its activation is {type(layer.mlp.act_fn).__name__}"
     if [layer.self_attn.layer_idx for layer in parts.model.layers] != list(range(len(parts.model.layers))):
         return "its layers are not numbered in their order"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model import attention
@@ -51,7 +51,7 @@ class TargetRunner:
         self.is_exact = False  # whether a token has the same bits in any batch
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
-        self.vocab_size = _num_logits(model)
+        self.vocab_size = num_logits(model)
         self.max_positions = max_positions(config)
         # Whether layers ask the cache for their tokens' positions.
         self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
@@ -317,7 +317,10 @@ def _bytes_per_token(model: PreTrainedModel) -> int | None:
     return 2 * int(config.num_hidden_layers) * heads * head_dim * model.dtype.itemsize
 
 
-def _num_logits(model: PreTrainedModel) -> int:
+def num_logits(model: PreTrainedModel) -> int:
     """Outputs of the last layer, which may be more than the config's vocabulary. Its weight may be packed."""
     output: Any = model.get_output_embeddings()
-    return output.out_features if output is not None else model.config.get_text_config().vocab_size
+    if output is None:
+        return int(model.config.get_text_config().vocab_size)
+    weight = output._parameters.get("weight")
+    return len(weight) if type(weight) is nn.Parameter and weight.ndim == 2 else output.out_features

@@ -1,8 +1,7 @@
-"""What uvicorn has no setting for: time limits on requests and on shutdown, and clients that stop sending early.
+"""What uvicorn has no setting for: time limits on requests and on shutdown.
 
-uvicorn waits for ever for the rest of a request. It treats a client that has finished sending as disconnected. When its
-shutdown time is over, it cuts answers off without an error that clients can read; here the scheduler ends them first,
-with an error.
+uvicorn waits for ever for the rest of a request. When its shutdown time is over, it cuts answers off without an error
+that clients can read; here the scheduler ends them first, with an error.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from graft.server.settings import ServeSettings
 # sends a request on a connection that is just being closed.
 _KEEP_ALIVE = 75
 GRACE = 3.0  # seconds that clients have to read the last events when the server stops
-EVENT_STREAM = "graft.event_stream"  # key of a request's scope: whether its answer is a stream of events
-_FIRST_PROBE, _LAST_PROBE = 0.05, 5.0  # seconds between probes of a client that has stopped sending
 
 
 class TimedProtocol(H11Protocol):
@@ -34,8 +31,6 @@ class TimedProtocol(H11Protocol):
 
     read_timeout = 30.0  # see `make_protocol`
     _timer: asyncio.TimerHandle | None = None
-    _probe: asyncio.TimerHandle | None = None
-    _is_half_closed = False  # the client sends nothing more, but may still read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,46 +41,9 @@ class TimedProtocol(H11Protocol):
         # In these states a part of the head or body is still missing.
         self._watch(self.conn.their_state in (h11.IDLE, h11.SEND_BODY))
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more. Returns whether to keep the connection open, to answer what it has asked.
-
-        A client that is gone looks the same until something is sent to it, so it is probed while it waits.
-        HTTP/1.0 has no response that could be a probe, and asyncio cannot keep a TLS connection half open: these are
-        closed.
-        """
-        is_asking = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-        if not is_asking or self.scheme == "https" or self.conn.their_http_version == b"1.0":
-            return False
-        self._is_half_closed = True
-        self._probe_client(_FIRST_PROBE)
-        return True
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()  # begins the next request, if one has been sent already
-        if self._is_half_closed and self.conn.their_state is h11.DONE:
-            self._probe_client(_FIRST_PROBE)
-        elif self._is_half_closed:
-            self.transport.close()
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch(False)
-        if self._probe is not None:
-            self._probe.cancel()
         super().connection_lost(exc)
-
-    def _probe_client(self, seconds: float) -> None:
-        """Send something that clients skip. If the client is gone, one of the next probes fails."""
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
-        probe: h11.Event | None = None
-        if self.conn.our_state is h11.SEND_RESPONSE:
-            probe = h11.InformationalResponse(status_code=100, headers=[])
-        elif self.conn.our_state is h11.SEND_BODY and self.scope.get(EVENT_STREAM):
-            probe = h11.Data(data=b":\n\n")  # a comment between two events
-        if probe is not None and not self.transport.is_closing():
-            self.transport.write(self.conn.send(probe) or b"")
-            self._probe = self.loop.call_later(seconds, self._probe_client, min(2 * seconds, _LAST_PROBE))
 
     def shutdown(self) -> None:
         """Called when the server begins to stop. Refuse a request that is still incomplete."""

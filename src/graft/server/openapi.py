@@ -1,4 +1,7 @@
-"""The API's answers as pydantic models, and the OpenAPI document. Models of requests are in `schema`."""
+"""The API's answers as pydantic models, and the OpenAPI document. Models of requests are in `schema`.
+
+OpenAI's formats are described in outline: OpenAI documents their fields. What Graft adds is described whole.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ class Output(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class AsOpenAI(BaseModel):
+    """In OpenAI's format, with more fields than are named here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 def _model(name: str, base: type[BaseModel] = Output, /, **fields: Any) -> Any:
     """A model of these fields, beside those of its base: a type, or a type and a default."""
     return create_model(name, __base__=base, **fields)
@@ -28,10 +37,6 @@ def _list_of(model: Any) -> Any:
 _Details = _model("ErrorDetails", message=str, type=str, param=str | None, code=str | None)
 Error = _model("Error", error=_Details)
 
-_Cached = _model("PromptTokensDetails", cached_tokens=int)
-_Usage = _model("Usage", prompt_tokens=int, completion_tokens=int, total_tokens=int, prompt_tokens_details=_Cached)
-_Reasoning = _model("ReasoningTokens", reasoning_tokens=int)
-_ChatUsage = _model("ChatUsage", _Usage, completion_tokens_details=_Reasoning)
 _Speculation = _model(
     "Speculation",
     num_rounds=int,
@@ -57,87 +62,37 @@ _Round = _model(
     new=_list_of(_RoundToken),
 )
 _PromptLogprob = _model("PromptLogprob", logprob=float, decoded_token=str)
-_Choice = _model(
-    "Choice",
-    index=int,
-    finish_reason=Literal["stop", "length", "tool_calls"],
-    speculation=_Speculation,
-    rounds=(_list_of(_Round), []),
-    prompt_logprobs=(_list_of(GenericAlias(dict, (str, _PromptLogprob)) | None), []),
-)
-_Completion = _model("AnyCompletion", id=str, created=int, model=str)
-
-_Function = _model("AnsweredFunction", name=str, arguments=str)
-_Call = _model("AnsweredCall", id=str, type=Literal["function"], function=_Function)
-_Message = _model(
-    "AnsweredMessage",
-    role=Literal["assistant"],
-    content=str | None,
-    reasoning_content=(str, ""),
-    tool_calls=(_list_of(_Call), []),
-)
-_TopLogprob = _model("TopLogprob", token=str, logprob=float, bytes=list[int])
-_ChatLogprob = _model("ChatLogprob", _TopLogprob, top_logprobs=_list_of(_TopLogprob))
-_ChatLogprobs = _model("ChatLogprobs", content=_list_of(_ChatLogprob))
-_ChatChoice = _model("ChatChoice", _Choice, message=_Message, logprobs=_ChatLogprobs | None)
-ChatCompletion = _model(
-    "ChatCompletion", _Completion, object=Literal["chat.completion"], choices=_list_of(_ChatChoice), usage=_ChatUsage
-)
-
-_TextLogprobs = _model(
-    "TextLogprobs",
-    tokens=list[str],
-    token_logprobs=list[float | None],
-    top_logprobs=list[dict[str, float] | None],
-    text_offset=list[int],
-)
-_TextChoice = _model("TextChoice", _Choice, text=str, logprobs=_TextLogprobs | None)
-Completion = _model(
-    "Completion", _Completion, object=Literal["text_completion"], choices=_list_of(_TextChoice), usage=_Usage
-)
+_PromptLogprobs = _list_of(GenericAlias(dict, (str, _PromptLogprob)) | None)
 
 
-class ResponseItem(BaseModel):
-    """A message, a function call or reasoning."""
+def _completion(name: str, kind: str, **content: Any) -> Any:
+    """A chat or text completion. content: what a choice holds, by the name of its field."""
+    choice = _model(
+        f"{name}Choice",
+        AsOpenAI,
+        index=int,
+        finish_reason=Literal["stop", "length", "tool_calls"],
+        **content,
+        speculation=_Speculation,
+        rounds=(_list_of(_Round), []),
+        prompt_logprobs=(_PromptLogprobs, []),
+    )
+    fields = {"created": int, "model": str, "choices": _list_of(choice), "usage": Json}
+    return _model(name, AsOpenAI, id=str, object=Literal[kind], **fields)
 
-    model_config = ConfigDict(extra="allow")
-    id: str
-    type: Literal["message", "function_call", "reasoning"]
-    status: Literal["completed", "incomplete"]
 
-
-_ResponseUsage = _model(
-    "ResponseUsage",
-    input_tokens=int,
-    input_tokens_details=_Cached,
-    output_tokens=int,
-    output_tokens_details=_Reasoning,
-    total_tokens=int,
-)
-_IncompleteDetails = _model("IncompleteDetails", reason=Literal["max_output_tokens"])
+ChatCompletion = _completion("ChatCompletion", "chat.completion", message=Json)
+Completion = _completion("Completion", "text_completion", text=str)
 ModelResponse = _model(
     "ModelResponse",
+    AsOpenAI,
     id=str,
     object=Literal["response"],
     created_at=int,
     status=Literal["completed", "incomplete"],
-    error=None,
-    incomplete_details=_IncompleteDetails | None,
-    instructions=str | None,
-    max_output_tokens=int | None,
     model=str,
-    output=list[ResponseItem],
-    parallel_tool_calls=bool,
-    previous_response_id=None,
-    store=Literal[False],
-    temperature=float | None,
-    text=dict[str, Any],
-    tool_choice=str | dict[str, Any],
-    tools=list[dict[str, Any]],
-    top_p=float | None,
-    truncation=Literal["disabled"],
-    metadata=dict[str, str],
-    usage=_ResponseUsage,
+    output=list[Json],
+    usage=Json,
     speculation=_Speculation,
 )
 

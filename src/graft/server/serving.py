@@ -24,7 +24,6 @@ from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatAnswers, TextAnswers
 from graft.server.chat import ChatTemplate, Thinks
-from graft.server.connection import EVENT_STREAM
 from graft.server.grammar import GrammarConstraint, Grammars, GrammarSpec, SchemasBusyError
 from graft.server.logs import log_request
 from graft.server.metrics import Metrics
@@ -255,7 +254,6 @@ class Serving:
             first = await _unless_disconnected(request, anext(events))
             if first is None:
                 return Response(status_code=_CLIENT_GONE)
-            request.scope[EVENT_STREAM] = True
             return StreamingResponse(_stream(answers, first, events, options), media_type="text/event-stream")
         whole = await _unless_disconnected(request, self._whole_response(answers, events, num_scores))
         return whole if whole is not None else Response(status_code=_CLIENT_GONE)

@@ -29,7 +29,7 @@ from graft.spec_decode.budget import Budget, TreeSize
 from graft.spec_decode.calibration import Calibration, PathCalibration, by_noise
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
-from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup
+from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
 from graft.spec_decode.proposers.base import History, named, part_of, salt_of
 from graft.tree.candidates import Candidates, Level, Ranking
 from graft.tree.tree import DRAFTED, DraftTree
@@ -98,12 +98,7 @@ class Grafter:
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
         """All sources of candidates except the drafter."""
-        datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
-        return [
-            SuffixLookup(isolated=settings.isolated),
-            *datastore,
-            NgramTables(vocab_size, isolated=settings.isolated),
-        ]
+        return [SuffixLookup(isolated=settings.isolated), NgramTables(vocab_size, isolated=settings.isolated)]
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Update the acceptance probabilities with a round's outcome."""

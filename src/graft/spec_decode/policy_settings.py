@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from graft.settings import Settings, require
-
-if TYPE_CHECKING:
-    from graft.datastore.lookup import Datastore
 
 POLICY_NAMES = ("off", "graft")  # those that users choose between; `graft.bench` registers more
 DEFAULT_POLICY = "graft"
@@ -24,7 +20,6 @@ class PolicySettings(Settings):
     budget: int | None = None  # nodes per row and round, without the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verify steps of the whole budget; None: measured
     isolated: bool = False  # texts of different owners learn nothing from each other; a restored state is shared
-    datastore: Datastore | None = None  # an index on disk to retrieve from; only for `graft`
     passes: int | None = None  # draft passes of every round, for measurements; None: what pays
 
     def __post_init__(self) -> None:

@@ -66,24 +66,6 @@ class Level:
         return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
 
 
-class Place(NamedTuple):
-    """A candidate node whose continuations a retriever looks up, and its path."""
-
-    node: int
-    depth: int
-    path: list[int]  # tokens of its path, without the root
-
-
-class Columns(NamedTuple):
-    """New nodes of one row, made in Python; a list for each field."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    sources: list[int]
-    score_bucket: list[int]
-
-
 class Beside(NamedTuple):
     """By row, the other answers to the same prompt that are being decoded."""
 
@@ -270,22 +252,6 @@ class Candidates:
         self._native.graft_add_level(self.ref, count, *pointers, probs, *numbers, reached)
         return reached[:]
 
-    def add_rows(self, rows: Sequence[Columns], acceptance_probs: Tensor) -> None:
-        """Add nodes made in Python, a list of them for each row."""
-        counts = [len(row.tokens) for row in rows]
-        width = max(counts)
-        if width == 0:
-            return
-        self.reserve(width)
-        columns, lengths = array("q"), array("q", counts)
-        for column in (0, 1, 3, 4):  # depths follow from the parents
-            for row, count in zip(rows, counts, strict=True):
-                columns.extend(row[column])
-                columns.extend([0] * (width - count))
-        self._native.graft_add_rows(
-            self.ref, width, address_of(columns), address_of(lengths), self._weigh_by(acceptance_probs)
-        )
-
     def attach_copies(
         self,
         own: array[int],
@@ -369,28 +335,6 @@ class Candidates:
         ratios = path_ratios and address_of(path_ratios)
         self._native.graft_values_by_need(self.ref, max_passes, *options, ratios, values)
         return values[:]
-
-    def places(self, count: int, max_depth: int) -> list[list[Place]]:
-        """By row, the nodes whose continuations retrievers look up.
-
-        Before anything is drafted, that is only the root. Afterwards it is the up to `count` likeliest nodes below the
-        root that may have children.
-        """
-        num_rows = self.num_rows
-        room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
-        found = (ctypes.c_int64 * (num_rows * room))()
-        self._native.graft_places(self.ref, count, max_depth, found)
-        places: list[list[Place]] = []
-        at = 0
-        for _ in range(num_rows):
-            places.append([])
-            num_places = found[at]
-            at += 1
-            for _ in range(num_places):
-                node, depth = found[at : at + 2]
-                places[-1].append(Place(node, depth, found[at + 2 : at + 2 + depth]))
-                at += 2 + depth
-        return places
 
     def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
         """Add the numbers of proposals that were tried, and that fit, to counts [kinds * agreements, sources, buckets].

@@ -17,7 +17,6 @@ from typing import Any
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from graft.compare import plain_twin
 from graft.engine import Engine
 from graft.files import replacing
 from graft.home import graft_home, is_gguf
@@ -27,7 +26,7 @@ from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.tuning import MIN_PROMPTS
 from graft.tuning.profile import About, machine_digest
-from graft.tuning.turns import Turn, decode_in_turns, speed_of
+from graft.tuning.turns import measure_turns, speed_of
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,8 @@ def measure(
 ) -> Measured:
     """Answer the prompts in turns, plainly and with the engine, and compare. draft: the name of its drafter."""
     # One-time work. Not with a whole prompt, whose answer would be recalled when the prompt comes again.
-    plain = plain_twin(engine)
-    for each in (plain, engine):
-        each.generate(prompts[0][: (len(prompts[0]) + 1) // 2], max_new_tokens=min(max_new_tokens, 8))
-    turns: list[Turn] = []
-    for prompt in prompts:
-        turns.append(decode_in_turns(plain, engine, prompt, max_new_tokens)[0])
-        words = f"accepted {turns[-1].stats.mean_accepted:.2f}"
-        progress(Report("measuring", len(turns), len(prompts), words))
+    engine.generate(prompts[0][: (len(prompts[0]) + 1) // 2], max_new_tokens=min(max_new_tokens, 8))
+    turns = measure_turns(engine, prompts, max_new_tokens, progress)
     speed, stats = speed_of(turns), [turn.stats for turn in turns]
     return Measured(
         draft=draft,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from graft.compare import plain_twin
 from graft.engine import Engine, Generation, Prompt
+from graft.progress import Report
 from graft.request.stats import Stats
 
 MIN_NOISE = 0.03  # by which two runs differ even on a quiet machine
@@ -57,6 +59,20 @@ def decode_in_turns(
     answers = [each.generate(prompt, max_new_tokens=max_new_tokens) for each in (plain, engine, plain)]
     before, ours, after = (answer.stats.decode_seconds for answer in answers)
     return Turn(before, ours, after, answers[1].stats), answers
+
+
+def measure_turns(
+    engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, progress: Callable[[Report], None]
+) -> list[Turn]:
+    """Decode every prompt in turns, so that other load on the machine affects both alike."""
+    plain = plain_twin(engine)
+    plain.generate(prompts[0], max_new_tokens=2)  # torch's one-time work
+    turns: list[Turn] = []
+    for prompt in prompts:
+        progress(Report("measuring", len(turns), len(prompts), "prompts: plain, Graft, plain again"))
+        turns.append(decode_in_turns(plain, engine, prompt, max_new_tokens)[0])
+    progress(Report("measuring", len(turns), len(prompts), "done"))
+    return turns
 
 
 def speed_of(turns: Sequence[Turn]) -> Speed:

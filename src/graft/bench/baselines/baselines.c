@@ -1,5 +1,5 @@
-/* Trees of the published methods that the benchmark compares with: a template filled from a table, successors of the
-   likeliest leaves, and the likeliest nodes of a row. In C because the time of a method on the host counts in a
+/* Trees of the published methods that the benchmark compares with: a template filled from a table, the successor of the
+   likeliest leaf, and the likeliest nodes of a row. In C because the time of a method on the host counts in a
    comparison.
 
    It works on the candidates and tables of `tree/native.c`, and shares their structures and small functions by
@@ -74,31 +74,23 @@ int baselines_fill(
     return OK;
 }
 
-/* Adds to each of the `count` likeliest leaves of a row its first num_children successors. */
-int baselines_extend_leaves(
-    Pool *pool, const Table *table, int64_t count, int64_t num_children, float chance, int64_t source,
-    int64_t max_depth) {
+/* Adds to each row's likeliest leaf its first successor. */
+int baselines_extend_leaf(Pool *pool, const Table *table, float chance, int64_t source, int64_t max_depth) {
     int64_t width = pool->width, failed = OK;
-    if (num_children > table->num_successors) return OUT_OF_RANGE;
-    count = least(count, width);
     float *reached = malloc((size_t)width * sizeof(float)); /* path probabilities of leaves, 0 for others */
-    int64_t *leaves = malloc((size_t)(count + 1) * sizeof(int64_t));
-    if (reached == NULL || leaves == NULL) failed = NO_MEMORY;
+    if (reached == NULL) return NO_MEMORY;
     for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
         Row row = row_of(pool, r);
         for (int64_t i = 0; i < width; i++) reached[i] = row.fields[DEPTH][i] < max_depth ? row.paths[i] : 0.0f;
         for (int64_t i = 0; i < width; i++)
             if (row.paths[i] > 0) reached[row.fields[PARENT][i]] = 0.0f;
-        highest(reached, width, count, leaves);
-        for (int64_t i = 0; i < count * num_children && !failed; i++) {
-            int64_t leaf = leaves[i / num_children];
-            failed = add_successor(
-                pool, &row, table, width + i, reached[leaf] > 0 ? leaf : 0, i % num_children, pool->salts[r],
-                reached[leaf] > 0 ? chance : 0.0f, source);
-        }
+        int64_t leaf;
+        highest(reached, width, 1, &leaf);
+        int is_leaf = reached[leaf] > 0;
+        failed = add_successor(
+            pool, &row, table, width, is_leaf ? leaf : 0, 0, pool->salts[r], is_leaf ? chance : 0.0f, source);
     }
     free(reached);
-    free(leaves);
-    if (!failed) pool->width += count * num_children;
+    if (!failed) pool->width++;
     return (int)failed;
 }

@@ -41,4 +41,4 @@ class BlockPaper(Paper):
         length = min(self._budget, max_depth)
         shortest = min(length if stop == NEVER else GATES[stop] + 1 for stop in stops)
         for _ in range(shortest, length):  # a chain has one leaf, which is extended until the chain is long enough
-            native.extend_leaves(candidates, self._matrix.tables.structs, 1, 1, LIKELY, ADJACENCY, length)
+            native.extend_leaf(candidates, self._matrix.tables.structs, LIKELY, ADJACENCY, length)

@@ -14,7 +14,7 @@ from graft.tree.native import TableStruct, load_library
 _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
     "baselines_keep_best": [c_void_p] * 2,
     "baselines_fill": [*[c_void_p] * 3, c_float, *[c_int64] * 2],
-    "baselines_extend_leaves": [*[c_void_p] * 2, *[c_int64] * 2, c_float, *[c_int64] * 2],
+    "baselines_extend_leaf": [*[c_void_p] * 2, c_float, *[c_int64] * 2],
 }
 
 
@@ -48,18 +48,10 @@ def fill(
     _native().baselines_fill(candidates.ref, tables, address_of(addresses), chance, source, max_depth)
 
 
-def extend_leaves(
-    candidates: Candidates,
-    tables: Array[TableStruct],
-    count: int,
-    num_children: int,
-    chance: float,
-    source: int,
-    max_depth: int,
-) -> None:
-    """Add to each of the `count` likeliest leaves of a row its first successors in the only table."""
-    candidates.reserve(count * num_children)
-    _native().baselines_extend_leaves(candidates.ref, tables, count, num_children, chance, source, max_depth)
+def extend_leaf(candidates: Candidates, tables: Array[TableStruct], chance: float, source: int, max_depth: int) -> None:
+    """Add to each row's likeliest leaf its first successor in the only table, or padding where there is none."""
+    candidates.reserve(1)
+    _native().baselines_extend_leaf(candidates.ref, tables, chance, source, max_depth)
 
 
 def keep_best(candidates: Candidates, counts: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""paper: the published prune-and-graft with its gates, splits and widths; two of its ablations; recycle.
+"""paper: the published prune-and-graft with its gates, splits and widths.
 
 We decided what the publication leaves open. Empty rows of the matrix give no node. A token that is both drafted and
 retrieved is one node, and its second place stays empty. The root does not count in the budget. `template` decides
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from graft.bench.baselines import native
-from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
-from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
+from graft.bench.baselines.gates import DRAFTED, Gates, draft_through_gates
+from graft.bench.baselines.template import LIKELY, NOTHING, make_template, scaled
 from graft.model import TargetRunner
 from graft.request.batch import Batch
 from graft.request.stats import Clock
@@ -53,28 +53,6 @@ class AdjacencyMatrix:
         self.tables.tables[0].restore(part_of(state, self.names[0]))
 
 
-class Recycle(Policy):
-    """Token recycling: the adjacency matrix alone, filled into a fixed template."""
-
-    sources = ("root", "adjacency")
-
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
-        self.retrievers = [self._matrix]
-        self.isolated = settings.isolated
-        self._budget = settings.budget or USUAL_BUDGET
-        self._template = make_template(scaled(ENVELOPE, self._budget))
-
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        with clock("graft"):
-            candidates = self.new_candidates(batch, roots)
-            source = self.sources.index("adjacency")
-            templates = [self._template] * len(roots)
-            native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, source, batch.max_depth)
-            candidates.merge()
-            return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())
-
-
 class Paper(Policy):
     """Gates after passes 1, 2 and 6. The gate that stops a row decides how its budget is split."""
 
@@ -99,21 +77,19 @@ class Paper(Policy):
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
         drafted = draft_through_gates(
-            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level, self.coming_draws(batch)
+            self.drafter,
+            batch,
+            candidates,
+            self.gates.thresholds,
+            clock,
+            self.kept_of_a_level,
+            self.coming_draws(batch),
         )
         with clock("graft"):
-            stops = self._stops(drafted)
-            native.keep_best(candidates, [self._kept[stop] for stop in stops])
-            self._retrieve(candidates, stops, batch.max_depth)
+            native.keep_best(candidates, [self._kept[stop] for stop in drafted.stops])
+            self._retrieve(candidates, drafted.stops, batch.max_depth)
             candidates.merge()
             return DraftResult(candidates.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
-
-    def _thresholds(self) -> Tensor | None:
-        return self.gates.thresholds
-
-    def _stops(self, drafted: Drafted) -> list[int]:
-        """For each row, the gate whose split of the budget is used."""
-        return drafted.stops
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         templates = [self._templates[stop] for stop in stops]
@@ -131,21 +107,3 @@ class PaperWithNoise(Paper):
     """`paper` with drafts that know the noise of coming draws. Its matrix does not: it has only ranks."""
 
     knows_draws = True
-
-
-class Root(Paper):
-    """Retrieval at the root beside the whole drafted tree, which gets two thirds of the budget."""
-
-    def _thresholds(self) -> None:
-        return None
-
-    def _stops(self, drafted: Drafted) -> list[int]:
-        return [NEVER - 1] * len(drafted.stops)
-
-
-class Tail(Root):
-    """Retrieval at the leaves: the likeliest leaves of the drafted tree are extended by their first two successors."""
-
-    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
-        count = (self._budget - self._kept[NEVER - 1]) // 2
-        native.extend_leaves(candidates, self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)

@@ -10,7 +10,6 @@ import ctypes
 from graft.bench.baselines.native import TemplateStruct
 from graft.model.verified import NUM_SUCCESSORS
 
-ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
 LIKELY = 0.5  # acceptance probability of every node, so that path probabilities fall with depth
 NOTHING = TemplateStruct()
 

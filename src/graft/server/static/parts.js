@@ -31,7 +31,6 @@ const ORIGINS = {
   drafted: ["drafted"],
   suffix: ["copied", "copied from this chat"],
   past: ["copied", "copied from an earlier answer"],
-  datastore: ["copied", "copied from the index"],
   trigram: ["seen"],
   bigram: ["seen"],
   adjacency: ["seen"],

@@ -6,7 +6,6 @@ imported.
 
 from __future__ import annotations
 
-from graft.datastore.lookup import Datastore
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
@@ -32,16 +31,14 @@ def make_policy(
     budget: int | None = None,
     pass_cost: float | None = None,
     isolated: bool = False,
-    datastore: Datastore | None = None,
 ) -> Policy:
     """Make the policy of that name for one target, with nothing learned yet.
 
     budget: nodes per row and round, without the root; None: measured costs decide (`graft`), or 60.
     pass_cost: cost of a draft pass, in verify steps; None: measured.
     isolated: texts learn only from themselves and from texts of the same owner (`Sequence.owner`).
-    datastore: an index on disk that `graft` retrieves from as well.
     """
-    return policy_with(PolicySettings(budget, pass_cost, isolated, datastore), name, target, drafter)
+    return policy_with(PolicySettings(budget, pass_cost, isolated), name, target, drafter)
 
 
 def policy_with(settings: PolicySettings, name: str, target: TargetRunner, drafter: Drafter | None = None) -> Policy:

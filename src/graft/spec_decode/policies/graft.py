@@ -57,7 +57,7 @@ class Graft(Policy):
 
     @property
     def runs_on_device(self) -> bool:  # type: ignore[override]
-        return self.grafter.runs_on_device and self.grafter.settings.datastore is None
+        return self.grafter.runs_on_device
 
     def controller(self, padded: Callable[[int], int]) -> Controller:
         grafter = self.grafter

@@ -1,8 +1,7 @@
 """Proposers: retrievers find candidate tokens without a model, drafters run a draft model."""
 
 from graft.spec_decode.proposers.base import Retriever, TargetTopK
-from graft.spec_decode.proposers.datastore import DatastoreLookup
 from graft.spec_decode.proposers.ngram_tables import NgramTables
 from graft.spec_decode.proposers.suffix import SuffixLookup
 
-__all__ = ["DatastoreLookup", "NgramTables", "Retriever", "SuffixLookup", "TargetTopK"]
+__all__ = ["NgramTables", "Retriever", "SuffixLookup", "TargetTopK"]

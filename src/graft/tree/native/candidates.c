@@ -135,32 +135,6 @@ int graft_add(
     return OK;
 }
 
-/* Adds nodes made in Python. columns: [4][num_rows][count]: tokens, parents, sources and score buckets. The first
-   counts[row] entries of a row are nodes, the others padding. */
-int graft_add_rows(
-    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const AcceptanceProbs *probs) {
-    int64_t size = pool->num_rows * count;
-    for (int64_t r = 0; r < pool->num_rows; r++) {
-        Row row = row_of(pool, r);
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t *at = columns + r * count + i;
-            int64_t source = at[2 * size], score_bucket = at[3 * size];
-            float prob = 0.0f;
-            int failed = at[size] < 0 || at[size] >= pool->width + i ? OUT_OF_RANGE : OK;
-            if (!failed && i < counts[r]) {
-                score_bucket = copied_bucket(&row, at[size], at[0], score_bucket);
-                failed = find_prob(probs, &row, ALONE, source, score_bucket, &prob);
-            }
-            if (!failed)
-                failed = add_node(
-                    pool, &row, pool->width + i, at[0], at[size], prob, source, score_bucket, INHERITED);
-            if (failed) return failed;
-        }
-    }
-    pool->width += count;
-    return OK;
-}
-
 /* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]. Parents are numbers in the drafted tree; add
    `first` for the candidate's number (the root is 0 in both). Without values in `probs`, the drafter's q is the
    acceptance probability; a q of 0 adds padding. reached: written, by row: P(the target accepts one of the first
@@ -274,8 +248,8 @@ static int is_drafted(const Pool *pool) {
     return 0;
 }
 
-/* Finds the nodes of a row to look up continuations for, at most max(count, 1). Returns their number. See
-   `Candidates.places`. */
+/* Finds the nodes of a row to look up continuations for: before anything is drafted the root, afterwards the up to
+   `count` likeliest nodes below it that may have children. Returns their number. */
 static int64_t places_of(
     const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
     int64_t num_found = 0;
@@ -290,30 +264,6 @@ static int64_t places_of(
         if (row->paths[node] > 0 && row->fields[DEPTH][node] < max_depth) nodes[num_found++] = node;
     }
     return num_found;
-}
-
-/* found: written, for each row the number of places, then for each place its node, its depth and the tokens of its
-   path. It needs room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, where depth is the lesser of max_depth
-   and the pool's greatest depth. */
-int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
-    int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
-    if (nodes == NULL) return NO_MEMORY;
-    int drafted = is_drafted(pool);
-    for (int64_t r = 0; r < pool->num_rows; r++) {
-        Row row = row_of(pool, r);
-        int64_t num_places = places_of(pool, &row, drafted, count, max_depth, nodes);
-        *found++ = num_places;
-        for (int64_t i = 0; i < num_places; i++) {
-            int64_t depth = row.fields[DEPTH][nodes[i]];
-            *found++ = nodes[i];
-            *found++ = depth;
-            for (int64_t d = depth, at = nodes[i]; d > 0; at = row.fields[PARENT][at])
-                found[--d] = row.fields[TOKEN][at];
-            found += depth;
-        }
-    }
-    free(nodes);
-    return OK;
 }
 
 /* Counts nodes by kind of row and agreement (num_groups in all), source and score bucket. tried: nodes whose parent's

@@ -14,7 +14,7 @@ from graft.model.cpu_layers import CpuLayers, all_readable
 from graft.model.cpu_linear import MAX_TOKENS, FewTokensLinear
 from graft.model.fusable import MAX_HEAD_DIM
 from graft.model.kv_cache import KVCache
-from graft.model.plain_modules import changed_module, is_plain_linear
+from graft.model.plain_modules import changed_module, has_only_weights
 from graft.spec_decode.proposers.draft_head import Rotary
 from graft.spec_decode.proposers.eagle3.head import DecoderLayer, Eagle3Head, Projections
 
@@ -79,7 +79,7 @@ def why_not(head: Eagle3Head) -> str | None:
     if (touched := changed_module(head)) is not None:
         return f"{touched} has a hook or a forward of its own"
     linear: list[Any] = [part for part in parts if isinstance(part, nn.Linear)]
-    if any(part.bias is not None or not is_plain_linear(part, FewTokensLinear) for part in linear):
+    if any(part.bias is not None or not has_only_weights(part, FewTokensLinear) for part in linear):
         return "a linear layer has more than a weight"
     if any(part.eps != config.rms_norm_eps for part in parts if isinstance(part, nn.RMSNorm)):
         return "its norms differ in more than their weights"

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from graft.data import user_message
 from graft.errors import GraftError
-from graft.hub.draft_names import EARLY_EXIT
+from graft.hub.draft_names import EARLY_EXIT, check_exit_layer
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
 from graft.model.overrides import evaluating
 from graft.quiet import quiet_transformers
 from graft.settings import require
-from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
+from graft.spec_decode.proposers.early_exit.split import exit_logits
 
 _MAX_PROMPTS = 8  # prompts to choose a layer by
 _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # exit layers to try, as shares of all layers
@@ -105,7 +105,7 @@ def estimate_exits(
     count = len(all_layers)
     tried = tuple(layers) or tuple(sorted({max(round(share * count), 1) for share in _SHARES} - {count}))
     for layer in tried or (1,):
-        check_exit_layer(model, layer)
+        check_exit_layer(layer, count)
     accepted, num_tokens = torch.zeros(len(tried)), 0
     for answer, hidden in _greedy_answers(model, prompts):
         for number, layer in enumerate(tried):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from graft.hub.draft_names import check_exit_layer
 from graft.model.decoder_layers import find_layers, layers_of
 from graft.model.overrides import evaluating
 from graft.settings import require
@@ -20,7 +21,9 @@ from graft.settings import require
 
 def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """The model's first layers with its embedding, final norm and output layer, as a model over the same modules."""
-    return _view(model, list(layers_of(model))[: check_exit_layer(model, num_layers)])
+    layers = list(layers_of(model))
+    check_exit_layer(num_layers, len(layers))
+    return _view(model, layers[:num_layers])
 
 
 def exit_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -30,17 +33,6 @@ def exit_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     with torch.no_grad(), evaluating(model):
         logits: Tensor = _view(model, [layer])(input_ids=tokens, use_cache=False).logits
     return logits
-
-
-def check_exit_layer(model: PreTrainedModel, num_layers: int) -> int:
-    most = len(layers_of(model)) - 1
-    name = type(model).__name__
-    require(most > 0, f"{name} has one layer: early exit needs two layers or more")
-    require(
-        1 <= num_layers <= most,
-        f"the exit layer is {num_layers}, and must be between 1 and {most}: {name} has {most + 1} layers",
-    )
-    return num_layers
 
 
 class _Given(nn.Module):

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from graft.model import KVCache
 from graft.model.attention import Visibility
 from graft.model.overrides import use_tree_attention
+from graft.model.runner import num_logits
 
 Heads = tuple[int, int]  # number and size
 
@@ -37,7 +38,7 @@ class MtpHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False, device=weight.device, dtype=weight.dtype)
         # The normed output of the target's last layer, by transformers' numbering of hidden states.
         self.target_layers = (target.config.get_text_config().num_hidden_layers,)
-        self.vocab_size = output.out_features
+        self.vocab_size = num_logits(target)
 
     def forward(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Outputs [1, T, H], the next step's `hidden`, of tokens [1, T] after hidden states [1, T, H].
