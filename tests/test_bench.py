@@ -325,7 +325,8 @@ def test_without_past_calibration_or_merging_nothing_of_it_happens():
         nodes[what] = stats.nodes / stats.rounds
     assert (kept[""], kept["-without-past"]) == (len(PROMPT) + 16, 0)
     assert (changed[""], changed["-without-calibration"]) == (True, False)
-    assert nodes["-without-merging"] < nodes[""], "equal proposals take several places"
+    # Both make their trees on the host.
+    assert nodes["-without-merging"] < nodes["-without-past"], "equal proposals take several places"
 
 
 def test_without_pruning_every_pass_is_made_however_dear():
