@@ -30,14 +30,14 @@ import torch
 from common import DEVICE, MODELS, TINY, all_prompts, command_line, make_model, parse_with_dry_run, write_json
 from torch import Tensor
 
+from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
 from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Clock
-from graft.spec_decode.policies import DraftResult, Policy, make_policy
+from graft.spec_decode.policies import make_policy
 from graft.tree.tree import DraftTree
 
 Best = tuple[int, float]  # the likeliest token at a position and its logit
@@ -115,7 +115,7 @@ class Forced:
         return there
 
 
-class Known(Policy):
+class Known(HostPolicy):
     """Trees of `budget` nodes: some of the tokens that follow in given answers, and random tokens."""
 
     sources = ("root", "known")
@@ -124,7 +124,7 @@ class Known(Policy):
         self._answers, self._budget, self._vocab_size = answers, budget, vocab_size
         self._random = random.Random(0)
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
         rows = [self._tree(sequence, root) for sequence, root in zip(batch.sequences, roots.tolist(), strict=True)]
         tokens, parents = (torch.tensor(column) for column in zip(*rows, strict=True))
         sources, zeros = torch.ones_like(tokens), torch.zeros_like(tokens)

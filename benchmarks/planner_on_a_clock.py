@@ -40,7 +40,12 @@ STEPS = {
     "flat": {1: 1.0, 2: 1.06, 4: 1.12, 8: 1.29, 16: 1.59, 32: 3.0, 64: 5.6, 128: 11.0, 512: 44.0},
     "steep": {1: 1.0, 2: 1.06, 4: 1.12, 8: 1.5, 16: 2.3, 32: 3.4, 64: 6.0, 128: 11.5, 512: 46.0},
 }
-HOST, PLAIN_HOST = 0.03, 0.005  # of a row, in plain steps
+HOST, PLAIN_HOST = 0.03, 0.005  # of one row, in plain steps; each further row takes half as much
+
+
+def _host(num_rows: int, own: float) -> float:
+    """Seconds of the host's work for so many rows. own: of one row, in plain steps."""
+    return PLAIN * own * (1 + num_rows) / 2
 
 
 class Clock:
@@ -67,10 +72,10 @@ class Clock:
             num_rows = outcome.num_rows
             plain, step = self.step(num_rows), self.step(outcome.tokens + outcome.num_prefill_tokens)
             passes = outcome.num_passes * self.pass_cost * plain
-            host = PLAIN * num_rows * (PLAIN_HOST if outcome.is_plain else HOST)
+            host = _host(num_rows, PLAIN_HOST if outcome.is_plain else HOST)
             num_tokens = num_rows + sum(map(len, outcome.nodes))
             self.seconds += step + passes + host
-            self.plain_seconds += num_tokens / num_rows * (plain + PLAIN * num_rows * PLAIN_HOST)
+            self.plain_seconds += num_tokens / num_rows * (plain + _host(num_rows, PLAIN_HOST))
             self.rounds, self.tokens = self.rounds + num_rows, self.tokens + num_tokens
             self.passes += num_rows * outcome.num_passes
             told = [self._told(what, own) for what, own in (("step", step), ("pass", passes), ("host", host))]

@@ -24,14 +24,14 @@ from common import command_line
 from torch import Tensor
 
 import graft.model.verified
+from graft.bench.baselines.host_rounds import HostBatch, HostGraft
 from graft.model import VerifyOutput
 from graft.model.noise import NUM_KINDS
 from graft.model.sampler import SamplingSettings
-from graft.request.batch import Batch
 from graft.request.sequence import Sequence, TreeRow
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.policies import make_policy
+from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
 from graft.spec_decode.proposers.successor_table import FACTORS
@@ -162,7 +162,7 @@ def run(policy: Any, drafter: SyntheticDrafter, target: SyntheticTarget, text: l
     """Decodes the second half of a text, and returns the number of rounds."""
     half = len(text) // 2
     sequence = Sequence(text[:half], SamplingSettings(max_new_tokens=half))
-    batch = Batch([sequence], cast(Any, None), cast(Any, None))
+    batch = HostBatch([sequence], None, cast(Any, SimpleNamespace(coming_draws=lambda: None)))
     watch.now = defaultdict(float)  # the prompt belongs to no round
     target.learn(text)
     for chunk in torch.tensor([text[: half - 1]]).split(BUDGET, dim=1):
@@ -171,14 +171,14 @@ def run(policy: Any, drafter: SyntheticDrafter, target: SyntheticTarget, text: l
         following = text[len(sequence.ids) :]
         drafter.make(following)
         watch.begin_round()
-        batch.begin_round(0)
         tree = policy.grow(batch, batch.roots(), Clock()).tree
         nodes = accepted_nodes(tree, following[:-1])  # the last token is the target's own
         tokens = following[: len(nodes) + 1]
         verified = target.verified(tree.tokens)
         policy.learn(batch, tree, verified, Accepted([nodes], [tokens]), 1.0)
         sequence.extend(tokens, nodes, TreeRow(tree, verified, 0, policy.sources))
-    policy.finish(sequence)
+    for retriever in policy.retrievers:
+        retriever.finish(sequence)
     return sequence.stats.rounds
 
 
@@ -272,8 +272,8 @@ def main() -> None:
     torch.set_num_threads(1)
 
     texts, target, watch, drafter = make_texts(), SyntheticTarget(), Stopwatch(), SyntheticDrafter()
-    runner = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0))
-    policy: Any = make_policy("graft", runner, cast(Any, drafter), BUDGET, pass_cost=0.0)
+    runner = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0, step_sizes=(), device=torch.device("cpu")))
+    policy = HostGraft(runner, cast(Any, drafter), PolicySettings(BUDGET, pass_cost=0.0))
     policy.prepare()
     flat, others = FlatRounds(drafter, target, policy), Stopwatch()
     for _ in range(5):  # texts to copy from
@@ -287,8 +287,8 @@ def main() -> None:
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy.grafter, "best_of", "- merge and best")
-    watch.watch(policy.budget, "best", "- number of nodes")
-    watch.watch(policy.grafter, "_learn_pass_gains", "- gains of passes")
+    watch.watch(policy.planner, "choose", "- number of nodes")
+    watch.watch(policy.planner, "learn", "- planner")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "top_logits", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")

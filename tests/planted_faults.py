@@ -188,6 +188,10 @@ _FAULTS = r"""
 # rounds of the device: rows with only a presence penalty are not adjusted
 -s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
 +s.repetition_penalty != 1 or s.frequency_penalty
+! test_row_rounds.py::test_where_rounds_cannot_be_captured_any_more_the_host_knows_what_the_answers_have
+# sampler: a sampler that begins within an answer knows none of its tokens
+-torch.tensor(history[prompt:], dtype
++torch.tensor([], dtype
 = src/graft/model/kv_cache.py
 ! test_pages.py::test_the_block_tables_on_the_device_list_the_pages_of_a_row_that_has_grown
 # pages: the device's block table is stale when a row grows

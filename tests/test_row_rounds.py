@@ -129,7 +129,7 @@ def test_scores_of_walked_places_are_torchs_log_softmax(most):
 
 def test_penalties_of_preempted_and_joining_rows_count_the_whole_answer(on_device, monkeypatch):
     model = tiny_model("llama").to(DEVICE)
-    options = {"max_new_tokens": 9, "frequency_penalty": 1.5, "repetition_penalty": 1.2, "min_tokens": 3}
+    options = {"max_new_tokens": 9, "frequency_penalty": -1.5, "presence_penalty": 0.4, "min_tokens": 3}
     prompts = [PROMPT, PROMPT[:5], PROMPT[3:8]]
     expected = [answer.ids for answer in on_host(monkeypatch, model, prompts, **options)]
     engine = Engine(model, policy="off")
@@ -148,7 +148,7 @@ def test_penalties_of_preempted_and_joining_rows_count_the_whole_answer(on_devic
 
 def test_where_rounds_cannot_be_captured_any_more_the_host_knows_what_the_answers_have(on_device, monkeypatch):
     model = tiny_model("llama").to(DEVICE)
-    options = {"max_new_tokens": 9, "frequency_penalty": 1.5, "repetition_penalty": 1.2, "min_tokens": 7}
+    options = {"max_new_tokens": 9, "frequency_penalty": -1.5, "presence_penalty": 0.4, "min_tokens": 7}
     expected = [answer.ids for answer in on_host(monkeypatch, model, [PROMPT], stop_token_ids=[*range(30)], **options)]
     capture, calls = OneContext.capture, []
 

@@ -185,6 +185,18 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     assert accepted.tokens == [[0, 1, 2, 3]]
 
 
+def test_a_sampler_that_begins_within_an_answer_goes_on_as_the_one_before_it():
+    """A row that was preempted, or whose rounds the host takes over, gets a new one."""
+    settings, usual = [SamplingSettings(**EVERYTHING)] * 2, ([1, 5], VOCAB, torch.device("cpu"))
+    ids = [PROMPT[:3], PROMPT[:5]]
+    sampler = Sampler(settings, ids, *usual)
+    for number, logits in enumerate(torch.randn(9, 2, VOCAB, generator=torch.Generator().manual_seed(0)) * 2):
+        again = Sampler(settings, ids, *usual, None, [3, 5])
+        tokens = sampler.choose(logits, [True, True]).tolist()
+        assert again.choose(logits, [True, True]).tolist() == tokens, number
+        ids = [[*own, token] for own, token in zip(ids, tokens, strict=True)]
+
+
 def test_padding_is_never_accepted():
     """It has the root's token, which may well be what comes next."""
     tree = tree_of([[5, 5, 5]], [[0, 0, 0]], [[0, PADDING, PADDING]])

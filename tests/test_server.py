@@ -309,8 +309,8 @@ def test_the_prefix_cache_is_shared_as_the_learning_setting_says(learning, share
 def test_tables_learn_from_those_who_may_share(learning, salts):
     engine = new_engine(isolated=True)
     seen = set()
-    finish = engine.policy.finish
-    engine.policy.finish = lambda history: (seen.add(engine.policy.salt_of(history)), finish(history))
+    finish = engine.device_rounds.finish_text
+    engine.device_rounds.finish_text = lambda text: (seen.add(engine.policy.salt_of(text)), finish(text))
     with running(engine, learning=learning) as url:
         for user in ("me", "you", "me"):
             post(url, prompt="abc", user=user, **GREEDY)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,18 +98,22 @@ class Adjustments:
 
     def add_row(self, row: Row, sequence: TokenSequence) -> None:
         """Count the tokens of a row whose text is being sent to the device."""
-        settings, staging = sequence.settings, self._staging
+        settings = sequence.settings
         if not is_adjusted(settings):
             return
-        slot = self._slot_of(row)
-        answer = np.array(sequence.new_ids, dtype=np.int64)
+        slot, answer = self._slot_of(row), np.array(sequence.new_ids, dtype=np.int64)
         entries = np.bincount(answer, minlength=self._vocab_size) * kernels.ONE_TOKEN
         entries[sequence.ids[: sequence.num_prompt_tokens]] |= kernels.IS_IN_PROMPT
         entries[list(sequence.endings)] |= kernels.IS_ENDING
-        self._state.entries[slot].copy_(staging.send(entries))
-        bias = np.zeros(self._vocab_size, dtype=np.float32)
-        bias[list(settings.logit_bias)] = list(settings.logit_bias.values())
-        self._state.bias[slot].copy_(staging.send(bias, torch.float32))
+        tokens = np.flatnonzero(entries)
+        self._fill(self._state.entries[slot], tokens, entries[tokens])
+        self._fill(self._state.bias[slot], [*settings.logit_bias], [*settings.logit_bias.values()])
+
+    def _fill(self, there: Tensor, tokens: Any, values: Any) -> None:
+        """Write these tokens' values, and zeros elsewhere."""
+        there.zero_()
+        if len(tokens):
+            there.index_copy_(0, self._staging.send(tokens).long(), self._staging.send(values, there.dtype))
 
     def _slot_of(self, row: Row) -> int:
         if row not in self._slots:

@@ -53,9 +53,7 @@ class Flight:
 
     def considered(self, tree: DraftTree) -> DraftTree | None:
         """The trees, then pruned candidates, for records of the round."""
-        if self.report is None:
-            return None
-        return self.report.considered(tree.tokens[:, 0].tolist(), self.results["num_nodes"][: len(self.rows)])
+        return self.report.considered(tree) if self.report is not None else None
 
     def tree(self) -> DraftTree:
         """The verified trees, on the host."""

@@ -157,6 +157,11 @@ class RoundMemory:
         """The owner whose finished texts the row copies; 0: texts without an owner."""
         return sequence.owner or 0 if self._policy.isolated else 0
 
+    def _group_of(self, sequence: TokenSequence) -> int:
+        """The number that is common to answers that may copy each other; 0: none."""
+        is_alone = self._policy.isolated and sequence.owner is None
+        return 0 if is_alone else sequence.group or 0
+
     # Inputs
 
     def load(
@@ -179,6 +184,8 @@ class RoundMemory:
             "caps": [most if sequence.speculates else 0 for sequence in sequences],
             "max_depths": [min(sequence.num_remaining, MAX_TOKENS - 1) for sequence in sequences],
             "owners": [self._owner_of(sequence) for sequence in sequences],
+            "groups": [self._group_of(sequence) for sequence in sequences],
+            "num_prompt_tokens": [sequence.num_prompt_tokens for sequence in sequences],
             "salts": [self._policy.salt_of(sequence) for sequence in sequences],
             "kinds": [own.kind for own in draws],
             "powers": [share_powers(own.temperature, NUM_BUCKETS) for own in draws],

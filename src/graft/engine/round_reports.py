@@ -57,13 +57,11 @@ class Report:
         widths = num_nodes + 1
         return Logprobs(values, self.scores[:, num_values:], (np.cumsum(widths) - widths).tolist())
 
-    def considered(self, roots: Sequence[int], num_nodes: np.ndarray) -> DraftTree | None:
-        """The trees and, after each, its likeliest pruned candidates; None if the round was plain or nobody watches.
-
-        num_nodes: by row, nodes of the tree.
-        """
+    def considered(self, tree: DraftTree) -> DraftTree | None:
+        """The trees and, after each, its likeliest pruned candidates; None if the round was plain or nobody watches."""
         if self.candidates is None:
             return None
+        roots, num_nodes = tree.tokens[:, 0].numpy(), np.array(tree.num_nodes)
         nodes, new, above, origins, bits = self.candidates[:, : len(roots)]
         paths = bits.view(np.float32)
         counts = np.minimum((paths > 0).sum(axis=1), num_nodes + SHOWN)

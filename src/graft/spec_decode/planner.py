@@ -30,7 +30,7 @@ WEIGHT = 0.05  # of each new round in running means: a text is known after some 
 # A draft pass adds less where retrieval has proposed much: gains are kept by retrieval's own expected tokens of a row.
 RETRIEVED = (0.02, 0.2, 0.6)  # limits between the classes
 _ANY = len(RETRIEVED) + 1  # the class of all rounds together, for plans that do not know this round's retrieval
-# Gains of a draft pass by class until it is tried. High, since what is tried is soon known; less after a likely copy.
+# Gains of a draft pass until it is tried, by class. High, since what is tried is soon known; less beside likely copies.
 _FIRST_PASS_GAINS = (0.6, 0.5, 0.4, 0.1, 0.6)
 # After a pass, what retrieval proposed is confirmed or refuted, and so looks worth more than before: on training
 # prompts of the default model, 0.45 tokens a round instead of 0.26. A pass is credited with that, unless retrieval was
@@ -182,7 +182,10 @@ class Planner:
         if self.fixed_passes is not None:
             return [-1.0] * self.fixed_passes + [math.inf] * (self.num_passes - self.fixed_passes)
         cost = self._price(kinds, sizes) * self.pass_seconds(len(kinds))
-        return self._known_passes(kinds).thresholds(cost, len(kinds), _class_of(retrieved))
+        known = self._known_passes(kinds).thresholds(cost, len(kinds), _class_of(retrieved))
+        is_timed = self.fixed is not None or self.proposing.has_passes or not self.sees_candidates
+        # The first pass tells what passes cost; on a GPU all are cheap.
+        return known if is_timed else [*known[:1], *[math.inf] * (self.num_passes - 1)]
 
     def choose(self, paths: np.ndarray, kinds: Sequence[int], num_prefill_tokens: int) -> int:
         """How many of this round's candidates are verified, all rows together.
@@ -313,9 +316,8 @@ class Planner:
             start = self._work_seconds(num_rows, 0) - self.plain_rest.at(num_rows)[0]
             passes = self._work_seconds(num_rows, outcome.num_passes) - self._work_seconds(num_rows, 0)
             verifying = self._step_seconds(base + int(outcome.num_nodes.sum())) - self._step_seconds(base)
-        # Whether passes and nodes pay is learned apart, so those that did not pay do not speak against proposing.
-        profit = max(gain - (passes + verifying) / plain, 0.0) - start / plain
-        own = np.array([gain, 1 + (start + passes + verifying) / plain, profit])
+        time = (start + passes + verifying) / plain
+        own = np.array([gain, 1 + time, gain - time])
         first = np.array([*own[:2], 0.0])  # one round says little about the profit of others
         self._rounds[key] = _mean(self._rounds.get(key, first), own)
 

@@ -178,6 +178,11 @@ class TimesByRows:
     def __init__(self) -> None:
         self._known: dict[int, dict[int, Recent]] = {}  # by class of rows, by number of passes
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether a draft pass was ever timed."""
+        return any(any(by_passes) for by_passes in self._known.values())
+
     def observe(self, num_rows: int, num_passes: int, seconds: float) -> None:
         by_passes = self._known.setdefault(row_class(num_rows), {})
         by_passes.setdefault(num_passes, Recent()).values.append(seconds)

@@ -29,7 +29,7 @@ def add_passes(
     known: np.ndarray | None = None  # [B, n] the number in the pool of the drafter's nodes so far, -1 for padding
     for number, size in enumerate(sizes):
         if depth >= max_depth:
-            made[number] = 0
+            made[number:] = 0
         if not int(made[number]):
             return
         tokens, parents = np.zeros((2, num_rows, size), dtype=np.int32)
