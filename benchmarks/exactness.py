@@ -20,25 +20,25 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import DEVICE, MODELS, TINY, all_prompts, command_line, make_model, parse_with_dry_run, write_json
 from torch import Tensor
 
-from graft.bench.baselines.host_rounds import DraftResult, HostBatch, HostPolicy
+from graft.bench.baselines.dense import Dense
 from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.request.sequence import Sequence as TokenSequence
-from graft.request.stats import Clock
-from graft.spec_decode.policies import make_policy
-from graft.tree.tree import DraftTree
+from graft.spec_decode.policies import PolicySettings, make_policy
+from graft.tree.device.buffers import Level
 
 Best = tuple[int, float]  # the likeliest token at a position and its logit
 
@@ -83,6 +83,10 @@ class Plain:
                 row.append(best)
         return self._sampler.choose(logits, walking)
 
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) - 1 for text in self.texts]
+
     def select(self, rows: Sequence[int]) -> Plain:
         there = copy(self)
         there._sampler, there._rows = self._sampler.select(rows), [self._rows[row] for row in rows]
@@ -115,35 +119,76 @@ class Forced:
         return there
 
 
-class Known(HostPolicy):
-    """Trees of `budget` nodes: some of the tokens that follow in given answers, and random tokens."""
+class Texts:
+    """The draft state of rows: their texts, which grow in place."""
 
-    sources = ("root", "known")
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def select(self, rows: Sequence[int]) -> Texts:
+        return Texts([self.texts[row] for row in rows])
+
+    def concat(self, other: Texts) -> Texts:
+        return Texts(self.texts + other.texts)
+
+
+class KnownTokens:
+    """A drafter of trees with `budget` nodes: some of the tokens that follow in given answers, and random tokens."""
+
+    hidden_layers: tuple[int, ...] = ()
+    max_passes = 1
+    num_beams = num_slots = bytes_per_token = num_setups = 0
 
     def __init__(self, answers: dict[TokenSequence, list[int]], budget: int, vocab_size: int) -> None:
-        self._answers, self._budget, self._vocab_size = answers, budget, vocab_size
-        self._random = random.Random(0)
+        self._answers = {id(each.ids): (each.num_prompt_tokens, answer) for each, answer in answers.items()}
+        self.num_nodes = self.max_depth = budget
+        self._vocab_size, self._random = vocab_size, random.Random(0)
 
-    def grow(self, batch: HostBatch, roots: Tensor, clock: Clock) -> DraftResult:
-        rows = [self._tree(sequence, root) for sequence, root in zip(batch.sequences, roots.tolist(), strict=True)]
-        tokens, parents = (torch.tensor(column) for column in zip(*rows, strict=True))
-        sources, zeros = torch.ones_like(tokens), torch.zeros_like(tokens)
-        sources[:, 0] = 0
-        return DraftResult.without_drafts(DraftTree(self._budget, tokens, parents, sources.float(), sources, zeros))
+    def level_sizes(self, num_rows: int, keep: int = 0) -> tuple[int, ...]:
+        return (self.num_nodes,)
 
-    def _tree(self, sequence: TokenSequence, root: int) -> tuple[list[int], list[int]]:
-        place = sequence.num_new
-        following = self._answers[sequence][place : place + self._random.randrange(8)]
-        tokens, parents, last = [root], [0], 0
-        for node in range(1, self._budget + 1):
+    def beams_of(self, num_rows: int, keep: int = 0) -> int:
+        return 0
+
+    def knows(self, draws: Any) -> bool:
+        return False
+
+    def open(self, cache: Any, texts: list[list[int]]) -> Texts:
+        return Texts(list(texts))
+
+    def read(self, *of_a_round: Any) -> None:
+        """Learn nothing."""
+
+    learn = warm_up = read
+
+    def passes(self, state: Texts, roots: Tensor, keep: Any = None, draws: Any = None) -> Iterator[list[Level]]:
+        trees = [self._tree(text) for text in state.texts]
+        levels, numbers, first = [], [{0: 0} for _ in trees], 1
+        for depth in range(1, 1 + max(node[2] for tree in trees for node in tree)):
+            own = [[(number, *node) for number, node in enumerate(tree, 1) if node[2] == depth] for tree in trees]
+            tokens, parents = torch.zeros(2, len(trees), max(map(len, own)), dtype=torch.int64)
+            q = torch.zeros(tokens.shape)
+            for row, nodes in enumerate(own):
+                for place, (number, token, parent, _) in enumerate(nodes):
+                    numbers[row][number] = first + place
+                    tokens[row, place], parents[row, place], q[row, place] = token, numbers[row][parent], 1.0
+            first += tokens.shape[1]
+            levels.append(Level(tokens, parents, q, q))
+        yield levels
+
+    def _tree(self, text: list[int]) -> list[tuple[int, int, int]]:
+        """Nodes: tokens, parents (0 is the root) and depths."""
+        num_prompt_tokens, answer = self._answers[id(text)]
+        place = len(text) - num_prompt_tokens
+        following = answer[place : place + self._random.randrange(8)]
+        nodes, last = [(0, 0, 0)], 0
+        for node in range(1, self.num_nodes + 1):
             if following and self._random.random() < 0.25:
-                tokens.append(following.pop(0))
-                parents.append(last)
-                last = node
+                token, parent, last = following.pop(0), last, node
             else:
-                tokens.append(self._random.randrange(self._vocab_size))
-                parents.append(self._random.randrange(node))
-        return tokens, parents
+                token, parent = self._random.randrange(self._vocab_size), self._random.randrange(node)
+            nodes.append((token, parent, nodes[parent][2] + 1))
+        return nodes[1:]
 
 
 def main() -> None:
@@ -201,11 +246,12 @@ def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespac
             max_new_tokens=options.answer, temperature=options.temperature, seed=seed, ignore_eos=True
         )
         batch, again = ([TokenSequence(prompt, settings) for prompt in group] for _ in range(2))
-        chooser = Plain(engine._sampler(batch), len(batch))
+        chooser = Plain(engine.new_sampler(batch), len(batch))
         list(engine.rounds(batch, chooser))
         answers = [sequence.new_ids for sequence in batch]
         if options.policy == "known":
-            engine.policy = Known(dict(zip(again, answers, strict=True)), options.budget, target.vocab_size)
+            known: Any = KnownTokens(dict(zip(again, answers, strict=True)), options.budget, target.vocab_size)
+            engine.policy = Dense(target, known, PolicySettings(options.budget))
         else:
             engine.policy = make_policy(options.policy, target, budget=options.budget)
         list(engine.rounds(again, Forced(answers, chooser.recorded, tally)))

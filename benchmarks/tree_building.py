@@ -2,12 +2,11 @@
 
     python benchmarks/tree_building.py
 
-The same texts are decoded in turns by the policy's rounds and by `DeviceRound` with its kernels in C. No model runs.
-Texts consist of repeated phrases. Draft levels (9 of them, top-k 10) and logits are synthetic, made around the tokens
-that really follow. Every draft pass is made, so that all proposers work. For each phase it prints the
-median over rounds, in processor time, so that other work on the machine does not count. Making logits between rounds
-clears the processor's caches, as a verify step does. The policy also chooses the number of nodes and updates its
-calibration; `DeviceRound` leaves both to its caller.
+Texts are decoded by `DeviceRound` with its kernels in C. No model runs. Texts consist of repeated phrases. Draft levels
+(9 of them, top-k 10) and logits are synthetic, made around the tokens that really follow. Every draft pass is made, so
+that all proposers work. For each phase it prints the median over rounds, in processor time, so that other work on the
+machine does not count. Making logits between rounds clears the processor's caches, as a verify step does. Choosing the
+number of nodes and updating the calibration are not part of it.
 """
 
 import random
@@ -16,36 +15,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from common import command_line
 from torch import Tensor
 
 import graft.model.verified
-from graft.bench.baselines.host_rounds import HostBatch, HostGraft
 from graft.model import VerifyOutput
 from graft.model.noise import NUM_KINDS
-from graft.model.sampler import SamplingSettings
-from graft.request.sequence import Sequence, TreeRow
-from graft.request.stats import Clock
-from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.policies import PolicySettings
-from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
 from graft.spec_decode.proposers.successor_table import FACTORS
+from graft.spec_decode.sources import calibrated
 from graft.tree.candidates import Level
 from graft.tree.device import c_kernels
 from graft.tree.device.buffers import NUM_SUCCESSORS, Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
-from graft.tree.tree import ROOT, DraftTree
 
 VOCAB = 49_152
 BUDGET = 60
 RIGHT = 0.75  # how often the drafter's first choice is the token that follows
 HIGH_LOGIT = 12.0
-LIKELIEST = "- likeliest of the logits"
 
 
 class SyntheticDrafter(LevelByLevel):
@@ -134,19 +124,6 @@ class Stopwatch:
         print(f"{name:36}{1e3 * median(map(seconds, self.rounds)):8.3f} ms")
 
 
-def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
-    """The nodes of the only row's tree that the following tokens lead to, from the root on."""
-    tokens, parents, sources = (field[0].tolist() for field in (tree.tokens, tree.parents, tree.sources))
-    children = {(p, t): n for n, (p, t, s) in enumerate(zip(parents, tokens, sources, strict=True)) if s > ROOT}
-    path: list[int] = []
-    for token in following:
-        node = children.get((path[-1] if path else 0, token))
-        if node is None:
-            break
-        path.append(node)
-    return path
-
-
 def make_texts() -> Iterator[list[int]]:
     """Texts of 400 tokens, made of a few hundred phrases, some more common than others."""
     rng = random.Random(0)
@@ -158,42 +135,18 @@ def make_texts() -> Iterator[list[int]]:
         yield tokens[:400]
 
 
-def run(policy: Any, drafter: SyntheticDrafter, target: SyntheticTarget, text: list[int], watch: Stopwatch) -> int:
-    """Decodes the second half of a text, and returns the number of rounds."""
-    half = len(text) // 2
-    sequence = Sequence(text[:half], SamplingSettings(max_new_tokens=half))
-    batch = HostBatch([sequence], None, cast(Any, SimpleNamespace(coming_draws=lambda: None)))
-    watch.now = defaultdict(float)  # the prompt belongs to no round
-    target.learn(text)
-    for chunk in torch.tensor([text[: half - 1]]).split(BUDGET, dim=1):
-        policy.learn_top_k(TargetTopK.of_chunk(target.verified(chunk), []))
-    while sequence.finish_reason is None:
-        following = text[len(sequence.ids) :]
-        drafter.make(following)
-        watch.begin_round()
-        tree = policy.grow(batch, batch.roots(), Clock()).tree
-        nodes = accepted_nodes(tree, following[:-1])  # the last token is the target's own
-        tokens = following[: len(nodes) + 1]
-        verified = target.verified(tree.tokens)
-        policy.learn(batch, tree, verified, Accepted([nodes], [tokens]), 1.0)
-        sequence.extend(tokens, nodes, TreeRow(tree, verified, 0, policy.sources))
-    for retriever in policy.retrievers:
-        retriever.finish(sequence)
-    return sequence.stats.rounds
-
-
 class FlatRounds:
     """Rounds of one text by a `DeviceRound`."""
 
     shape = RoundShape(1, BUDGET + 1)
     table_row = 1
 
-    def __init__(self, drafter: SyntheticDrafter, target: SyntheticTarget, policy: Any) -> None:
+    def __init__(self, drafter: SyntheticDrafter, target: SyntheticTarget) -> None:
         self._drafter, self._target = drafter, target
         topk, depth = drafter.settings.topk, drafter.settings.depth
-        sources, rows, device = policy.grafter.sources, 1 << 18, torch.device("cpu")
+        (sources, calibration), rows, device = calibrated(has_drafter=True), 1 << 18, torch.device("cpu")
         numbers = [sources.index(name) for name in ("drafted", "suffix", "trigram")]
-        probs = policy.grafter.calibration.acceptance_probs
+        probs = calibration.acceptance_probs
         self.round = DeviceRound(
             max_rows=1,
             num_table_rows=2,
@@ -271,51 +224,24 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    texts, target, watch, drafter = make_texts(), SyntheticTarget(), Stopwatch(), SyntheticDrafter()
-    runner = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0, step_sizes=(), device=torch.device("cpu")))
-    policy = HostGraft(runner, cast(Any, drafter), PolicySettings(BUDGET, pass_cost=0.0))
-    policy.prepare()
-    flat, others = FlatRounds(drafter, target, policy), Stopwatch()
+    texts, target, watch = make_texts(), SyntheticTarget(), Stopwatch()
+    rounds = FlatRounds(SyntheticDrafter(), target)
     for _ in range(5):  # texts to copy from
-        text = next(texts)
-        run(policy, drafter, target, text, watch)
-        flat.run(text, others)
+        rounds.run(next(texts), watch)
 
-    watch.watch(policy, "grow", "grow")
-    watch.watch(policy.grafter, "begin", "- candidates, with copies")
-    watch.watch(policy.grafter, "draft", "- drafted levels")
-    for retriever in policy.retrievers:
-        watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
-    watch.watch(policy.grafter, "best_of", "- merge and best")
-    watch.watch(policy.planner, "choose", "- number of nodes")
-    watch.watch(policy.planner, "learn", "- planner")
-    watch.watch(policy, "learn", "learn")
-    watch.watch(graft.model.verified, "top_logits", LIKELIEST)
-    watch.watch(policy, "learn_top_k", "- tables")
-    watch.watch(policy, "learn_accepted", "- calibration")
-    others.watch(flat, "propose", "propose")
+    watch.watch(rounds, "propose", "propose")
     for phase in ("add_copies", "add_level", "follow", "merge", "rank"):
-        others.watch(c_kernels, phase, f"- {phase}")
-    others.watch(flat, "finish", "finish")
+        watch.watch(c_kernels, phase, f"- {phase}")
+    watch.watch(rounds, "finish", "finish")
     for phase in ("advance", "count", "learn"):
-        others.watch(c_kernels, phase, f"- {phase}")
+        watch.watch(c_kernels, phase, f"- {phase}")
     watch.rounds.clear()
-    others.rounds.clear()
-    rounds = flat_rounds = 0
-    for _ in range(options.texts):
-        text = next(texts)
-        rounds += run(policy, drafter, target, text, watch)
-        flat_rounds += flat.run(text, others)
+    num_rounds = sum(rounds.run(next(texts), watch) for _ in range(options.texts))
 
     for phase in watch.phases:
         watch.print_median(phase, lambda spent, phase=phase: spent[phase])
-    watch.print_median("grow and learn, less the likeliest", lambda s: s["grow"] + s["learn"] - s[LIKELIEST])
-    print(f"median of {rounds} rounds; {200 * options.texts / rounds:.2f} tokens a round")
-    print("\nDeviceRound in C")
-    for phase in others.phases:
-        others.print_median(phase, lambda spent, phase=phase: spent[phase])
-    others.print_median("propose and finish", lambda spent: spent["propose"] + spent["finish"])
-    print(f"median of {flat_rounds} rounds; {200 * options.texts / flat_rounds:.2f} tokens a round")
+    watch.print_median("propose and finish", lambda spent: spent["propose"] + spent["finish"])
+    print(f"median of {num_rounds} rounds; {200 * options.texts / num_rounds:.2f} tokens a round")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_parts_in_wheels_are_joined_in_their_order_and_kept_only_if_the_whole_fi
 def test_tree_building_finds_every_phase_that_it_times(monkeypatch, capsys):
     monkeypatch.setattr(verified, "top_logits", verified.top_logits)  # which it replaces
     run_script(monkeypatch, "tree_building.py", "--texts", "1")
-    assert "- candidates" in capsys.readouterr().out
+    assert "- add_level" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
