@@ -318,12 +318,13 @@ def test_without_past_calibration_or_merging_nothing_of_it_happens():
     for what in ("", "-without-past", "-without-calibration", "-without-merging"):
         method = ablated(what)
         before = method.state()
-        stats = method.answer([PROMPT], SIXTEEN)[0].stats
+        longer = SamplingSettings(max_new_tokens=48, seed=0)  # in few rounds it hardly shows
+        stats = method.answer([PROMPT], longer)[0].stats
         after = method.state()
         kept[what] = len(after["past/tokens"])
         changed[what] = any(not torch.equal(after[k], before[k]) for k in after if k.startswith("calibration/"))
         nodes[what] = stats.nodes / stats.rounds
-    assert (kept[""], kept["-without-past"]) == (len(PROMPT) + 16, 0)
+    assert (kept[""], kept["-without-past"]) == (len(PROMPT) + 48, 0)
     assert (changed[""], changed["-without-calibration"]) == (True, False)
     # Both make their trees on the host.
     assert nodes["-without-merging"] < nodes["-without-past"], "equal proposals take several places"
