@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.home import is_gguf, learned_folder
+from graft.home import is_gguf
 from graft.hub.draft_names import NONE, is_here, packaged_head_of, smaller_models
 from graft.hub.drafters import NAMED, name_of
 from graft.hub.registry import PACKAGED_MODELS
@@ -90,7 +90,7 @@ def speeds_of(result: Measured) -> dict[str, Any]:
 def known_results(about: About) -> list[Measured]:
     """Stored results for this model on this machine, the fastest first."""
     results: list[Measured] = []
-    for path in learned_folder().glob(learned.path_of(replace(about, head="*")).name):
+    for path in learned.files_of_model(about):
         try:
             results += map(_read, read_speeds(path).values())
         except GraftError as error:

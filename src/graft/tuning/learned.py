@@ -135,6 +135,12 @@ def path_of(about: About) -> Path:
     return learned_folder() / f"{about.model}-{about.machine}-{about.head or 'none'}.safetensors"
 
 
+def files_of_model(about: About) -> list[Path]:
+    """The user's files of a model on a machine, with any head."""
+    name = path_of(replace(about, head="*")).name
+    return [path for path in learned_folder().glob(name) if path.stat().st_uid == os.geteuid()]
+
+
 def read(about: About) -> Profile | None:
     """What the user's file holds; None if it is missing, of another version, damaged or another user's."""
     path = path_of(about)
