@@ -72,8 +72,9 @@ def equip(engine: Engine, profile: str | Path | None, keep: bool = False) -> Non
         path = Path(profile).expanduser()
         _restore(engine, _fitting(path, about), path)
         return
-    _mention_older_files()
-    remove_partial_files(learned_folder())  # they hold pieces of the user's texts
+    if keep:
+        _mention_older_files()
+        remove_partial_files(learned_folder())  # they hold pieces of the user's texts
     for path, start in _starts(about, keep):
         try:
             _restore(engine, start, path)
