@@ -37,7 +37,7 @@ from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, policy_wi
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
-from graft.tuning.profile import equip
+from graft.tuning.learned import equip
 
 PLAIN, GRAFT = "plain", "graft"
 

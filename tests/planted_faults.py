@@ -429,6 +429,14 @@ _FAULTS = r"""
 # isolation: what another user of the machine has learned is read
 -if path.stat().st_uid != os.geteuid():
 +if path.stat().st_uid < 0:
+! test_learned.py::test_an_engine_that_keeps_nothing_starts_from_the_tuning_and_not_from_what_use_taught
+# isolation: an engine that keeps nothing, such as a server, proposes what the user wrote elsewhere
+-if known is not None and keep and known.used:
++if known is not None and known.used:
+! test_learned.py::test_one_file_holds_what_tuning_and_use_taught_and_what_was_measured
+# learned: a tuning during a chat is lost when the chat ends
+-used = united(known.used or known.state, new.used)
++used = united(known.used, new.used)
 ! test_learned.py::test_merging_keeps_the_latest_texts_and_the_new_table_rows
 # learned: of a table's row the older one is kept
 -torch.cat([known[name].cpu(), new[name].cpu()])[kept]

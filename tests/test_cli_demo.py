@@ -101,9 +101,9 @@ def test_demo_decodes_with_the_profile_that_generate_uses_and_with_nothing_that_
     equip, generate = graft.loading.equip, Engine.generate
     equipped, used = [], []
 
-    def watched_equip(engine, profile):
+    def watched_equip(engine, profile, keep):
         equipped.append((engine, profile))
-        equip(engine, profile)
+        equip(engine, profile, keep)
 
     def watched_generate(self, prompt, **options):
         used.append(self)

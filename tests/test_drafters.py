@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from graft.hub.draft_names import NONE, description
 from graft.hub.drafters import NAMED
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.tuning import drafters
+from graft.tuning import learned
 from graft.tuning.drafters import Measured, best_draft, known_results, remember, split_prompts
-from graft.tuning.profile import About
+from graft.tuning.profile import About, Profile
 from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -53,15 +54,24 @@ def test_results_are_kept_by_model_and_machine_the_fastest_first(tmp_path):
     assert known_results(other) == [] and best_draft(other) is None
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '[{"draft": "none"}]', '[{"draft": 3}]'])
-def test_a_damaged_file_is_passed_over_with_a_warning(content):
-    remember(ABOUT, result(NONE, 1.2))
-    drafters.results_path(ABOUT).write_text(content)
-    with pytest.warns(UserWarning, match="is damaged"):
+@pytest.mark.parametrize("facts", [1, {"draft": NONE}, {"draft": 3}])
+def test_damaged_speeds_are_passed_over_with_a_warning(facts):
+    Profile(ABOUT, {}, speeds={NONE: facts}).save(learned.path_of(ABOUT))
+    with pytest.warns(UserWarning, match="it is ignored"):
         assert best_draft(ABOUT) is None
-    with pytest.warns(UserWarning, match="is damaged"):
+    learned.path_of(ABOUT).write_bytes(b"nonsense")
+    with pytest.warns(UserWarning, match="it is ignored"):
+        assert best_draft(ABOUT) is None
+    with pytest.warns(UserWarning, match="is ignored"):
         remember(ABOUT, result(NONE, 1.4))
     assert best_draft(ABOUT) == NONE
+
+
+def test_of_two_heads_of_one_name_the_later_measured_counts():
+    """A head that is trained again has another file."""
+    for head, date, speed in (("a", "2026-02-01T10:00:00", 1.2), ("b", "2026-02-01T09:00:00", 1.9)):
+        remember(replace(ABOUT, head=head), replace(result("owner/name", speed), date=date))
+    assert [each.speed for each in known_results(ABOUT)] == [1.2]
 
 
 def test_a_fifth_of_the_prompts_is_measured():
@@ -121,6 +131,8 @@ def test_tune_refuses_too_few_prompts_before_it_loads_the_model(tmp_path, graft)
     few = graft("tune", "--model", "no-such-model", "--prompts", str(prompts))
     words = "graft tune needs at least 5 different prompts, a fifth of them to measure with, not 3: give more"
     assert few.status == 2 and few.err.startswith(f"error: {words}")
+    portable = graft("tune", "--model", "no-such-model", "--prompts", str(prompts), "--portable")
+    assert portable.status == 2 and "a portable profile is a file to pass on: name one with --out" in portable.err
 
 
 def test_prompts_that_repeat_are_not_measured_because_their_answers_would_be_recalled():

@@ -11,7 +11,7 @@ import torch
 from graft import files
 from graft.files import remove_partial_files, replacing
 from graft.tuning import learned
-from graft.tuning.profile import About
+from graft.tuning.profile import About, Profile
 
 ABOUT = About("model", None, None, None)
 # Loads the one module, which is quicker than all of Graft.
@@ -101,12 +101,13 @@ def test_a_private_file_can_be_read_by_its_user_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, "tmp1234.partial"], ids=["this version's", "an earlier version's"])
-def test_texts_that_a_killed_process_left_are_removed_when_more_is_learned(tmp_path, name):
-    path = tmp_path / "learned" / "model-no-head.safetensors"
+def test_texts_that_a_killed_process_left_are_removed_when_more_is_learned(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    path = learned.path_of(ABOUT)
     path.parent.mkdir()
     if name is None:
         killed_while_writing(path.with_name("another-model.safetensors"))
     else:
         (path.parent / name).write_text("pieces of the user's texts")
-    learned.write({"a": torch.ones(3)}, ABOUT, path)
+    learned.add(Profile(ABOUT, {"a": torch.ones(3)}))
     assert not [left for left in os.listdir(path.parent) if left.endswith(".partial")]

@@ -12,8 +12,9 @@ import graft as library
 from graft import Engine, GraftError
 from graft.loading import load
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.tuning import profile as profiles
-from graft.tuning.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
+from graft.tuning import learned
+from graft.tuning.learned import equip, path_of
+from graft.tuning.profile import About, Profile, head_fingerprint, model_fingerprint
 from graft.tuning.tuning import tune
 from heads import SMALL_TREE, make_head
 from tiny import tiny_model
@@ -25,7 +26,7 @@ PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 def home(tmp_path, monkeypatch):
     """A home of its own, and no packaged profiles."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(profiles, "HEADS", tmp_path / "heads")
+    monkeypatch.setattr(learned, "HEADS", tmp_path / "heads")
     return tmp_path / "home"
 
 
@@ -50,7 +51,7 @@ def same(left, right):
 def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned):
     engine = engine_for(head=0)
     assert not same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
-    tuned.save(profile_path(tuned.about))
+    tuned.save(path_of(tuned.about))
     equip(engine, "auto")
     assert same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
 
@@ -58,7 +59,7 @@ def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned):
 def test_an_engine_whose_texts_are_isolated_takes_all_of_a_profile_but_texts(tuned):
     engine = Engine(engine_for().target.model, isolated=True, drafter=engine_for(head=0).drafter)
     empty = engine.policy.state()
-    tuned.save(profile_path(tuned.about))
+    tuned.save(path_of(tuned.about))
     equip(engine, "auto")
     tables = ("adjacency/", "bigram/", "trigram/", "past/")
     for key, value in engine.policy.state().items():
@@ -113,19 +114,19 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
     profile = tune(engine_for(head=0), PROMPTS, max_new_tokens=24, portable=True)
     assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
     assert {key.split("/")[0] for key in profile.state} == {"calibration", "planner", "adjacency"}
-    profile.save(profiles.HEADS / "some-model" / "profile.safetensors")
+    profile.save(learned.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/rows"], profile.state["adjacency/rows"])
 
 
 def test_a_profile_knows_rows_of_the_temperatures_that_it_was_tuned_at():
-    learned = []
+    known = []
     for temperatures in ([0.0], [0.0, 1.0], [0.4, 0.7]):
         profile = tune(engine_for(head=0), PROMPTS[:1], max_new_tokens=12, portable=True, temperatures=temperatures)
         counts = profile.state["calibration/drafted"][0].view(4, -1)  # observations, by kind of row
-        learned.append((counts != 16.0).any(dim=1).tolist())  # 16 is the weight of the prior
-    assert learned == [[True, False, False, False], [True, False, False, True], [False, True, True, False]]
+        known.append((counts != 16.0).any(dim=1).tolist())  # 16 is the weight of the prior
+    assert known == [[True, False, False, False], [True, False, False, True], [False, True, True, False]]
 
 
 # Whose it is
@@ -156,7 +157,7 @@ def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(eng
     tuned.save(tmp_path / "p.safetensors")
     with pytest.raises(GraftError, match=message):
         equip(other, tmp_path / "p.safetensors")
-    tuned.save(profile_path(tuned.about))
+    tuned.save(path_of(tuned.about))
     equip(other, "auto")
     assert same(other.policy.state(), before)
     assert not recwarn.list
@@ -164,9 +165,9 @@ def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(eng
 
 def test_profile_of_another_machine_is_passed_over_for_the_packaged_one(tuned):
     other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
-    Profile(other, tuned.state, tuned.costs).save(profile_path(other))
+    Profile(other, tuned.state, tuned.costs).save(path_of(other))
     packaged = tune(engine_for(head=0), PROMPTS[:1], max_new_tokens=8, portable=True)
-    packaged.save(profiles.HEADS / "some-model" / "profile.safetensors")
+    packaged.save(learned.HEADS / "some-model" / "profile.safetensors")
     engine = engine_for(head=0)
     equip(engine, "auto")
     assert torch.equal(engine.policy.state()["adjacency/entries"], packaged.state["adjacency/entries"])
@@ -178,7 +179,7 @@ def rewritten(path, about):
 
 
 def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_found(tuned, recwarn):
-    path = profile_path(tuned.about)
+    path = path_of(tuned.about)
     tuned.save(path)
     rewritten(path, {"format": "graft-profile-0"})
     engine = engine_for(head=0)
@@ -194,7 +195,7 @@ def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_f
 def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_is_read(tuned, part):
     state = tuned.state | {part: tuned.state[part][:1]}
     state = state | {part: state[part][0]} if part.endswith("entries") else state
-    path = profile_path(tuned.about)
+    path = path_of(tuned.about)
     Profile(tuned.about, state, tuned.costs).save(path)
     engine = engine_for(head=0)
     new = engine.policy.state()
@@ -205,7 +206,7 @@ def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_i
 
 @pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
 def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage, tuned):
-    path = profile_path(tuned.about)
+    path = path_of(tuned.about)
     tuned.save(path)
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:-100])
@@ -240,7 +241,7 @@ def test_packaged_profile_is_small_and_of_no_machine(path):
 def test_load_takes_a_profile_unless_told_otherwise(tuned):
     model = tiny_model(num_hidden_layers=6)
     profile = tune(load(model), PROMPTS, max_new_tokens=8)
-    profile.save(profile_path(profile.about))
+    profile.save(path_of(profile.about))
     assert len(library.load(model).policy.state()["adjacency/rows"]) > 0
     assert len(library.load(model, profile=None).policy.state()["adjacency/rows"]) == 0
     assert library.load(model, policy="off", profile="missing").policy.state() == {}
@@ -257,7 +258,7 @@ def prompts(tmp_path):
 def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny, prompts, home):
     result = graft_tiny("tune", "--prompts", prompts)
     assert result.status == 0, result.err
-    (path,) = (home / "profiles").glob("*.safetensors")
+    (path,) = home.glob("learned-*/*.safetensors")
     assert str(path) in result.err.replace("\n", "")
     texts = {
         words: graft_tiny("generate", "one two", *words)

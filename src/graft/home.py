@@ -1,4 +1,4 @@
-"""Where models are: GRAFT_HOME, where Graft keeps models and profiles; GGUF files; hub ids."""
+"""Where models are: GRAFT_HOME, where Graft keeps models and what it has learned; GGUF files; hub ids."""
 
 import os
 import re
@@ -15,6 +15,11 @@ def graft_home() -> Path:
         return Path(home).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "graft"
+
+
+def learned_folder() -> Path:
+    """The folder of what was learned: one for each user, because users may share a GRAFT_HOME but not their texts."""
+    return graft_home() / f"learned-{os.geteuid()}"
 
 
 def is_gguf(name: str | Path) -> bool:

@@ -19,9 +19,9 @@ from graft.model.support import check_supported, usable_model
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.tuning import learned
 from graft.tuning.drafters import best_draft, best_variant
-from graft.tuning.profile import About, equip
+from graft.tuning.learned import equip, is_kept
+from graft.tuning.profile import About
 
 
 def load(
@@ -61,8 +61,9 @@ def load(
     are slower. See docs/exactness.md.
     prefix_cache: a prompt that begins like an earlier text of this engine is prefilled only from where it differs.
     None: only for models loaded here by name, because the weights of a model in memory may change.
-    keep_learned: store what policy graft learns in GRAFT_HOME for later processes, in a file of this user's own; only
-    with profile auto, and not with isolated texts. None: yes, unless GRAFT_KEEP_LEARNED=0.
+    keep_learned: start from what earlier use taught policy graft, and store what this engine learns, in a file of this
+    user's own in GRAFT_HOME; only with profile auto, and not with isolated texts. None: yes, unless
+    GRAFT_KEEP_LEARNED=0.
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
@@ -95,9 +96,8 @@ def load(
         exact=exact,
         prefix_cache=prefix_cache if prefix_cache is not None else name is not None,
     )
-    equip(engine, profile if policy != "off" else None)
-    if policy == DEFAULT_POLICY and profile == "auto" and not isolated and learned.is_wanted(keep_learned):
-        learned.keep_learned(engine)
+    keeps = policy == DEFAULT_POLICY and profile == "auto" and not isolated and is_kept(keep_learned)
+    equip(engine, profile if policy != "off" else None, keeps)
     return engine
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graft.cli.options import MODEL, Given, Group, takes
 from graft.cli.terminal import check_loading, load_engine
-from graft.home import graft_home, model_folder
+from graft.errors import GraftError
+from graft.home import learned_folder, model_folder
 from graft.hub.draft_names import EARLY_EXIT, NONE, description, packaged_head_of, smaller_models
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.tuning.profile_header import read_speeds
 
 if TYPE_CHECKING:
     from graft.tuning.drafters import Measured
@@ -53,10 +56,18 @@ def _unmeasured(model: str) -> list[str] | None:
     Results are kept for a model's weights and for the machine as torch sees it.
     """
     known = PACKAGED_MODELS.get(model)
-    if known is None or not model_folder(model).is_dir() or any((graft_home() / "drafters").glob("*.json")):
+    is_measured = any(map(_has_speeds, learned_folder().glob("*.safetensors")))
+    if known is None or not model_folder(model).is_dir() or is_measured:
         return None
     head = packaged_head_of(model)
     return [NONE, *([head] if head else []), EARLY_EXIT, *smaller_models(model, known.converted_bytes)]
+
+
+def _has_speeds(path: Path) -> bool:
+    try:
+        return bool(read_speeds(path))
+    except GraftError:  # said once the model is loaded
+        return True
 
 
 def _show(model: str, names: list[str], results: Mapping[str, Measured], chosen: str) -> None:
@@ -68,7 +79,7 @@ def _show(model: str, names: list[str], results: Mapping[str, Measured], chosen:
     for name in sorted(names, key=lambda name: (name != chosen, name not in results)):
         figures = [""] * 4
         if found := results.get(name):
-            figures = [f"{found.speed:.2f}", f"{found.mean_accepted:.2f}", f"{found.passes:.2f}", found.date]
+            figures = [f"{found.speed:.2f}", f"{found.mean_accepted:.2f}", f"{found.passes:.2f}", found.date[:10]]
         table.add_row(*figures, name, description(name, model))
     Console().print(table)
     print(f"--draft auto uses {chosen}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,7 @@ def tune(
     if out is not None:
         require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
         checked_folder(out.parent)
+    require(out is not None or not portable, "a portable profile is a file to pass on: name one with --out FILE")
     tasks = read_tasks(prompts, limit)
     count = len({prompt.text for task in tasks for prompt in task.prompts})
     require(
@@ -68,8 +70,8 @@ def tune(
     from graft.hub.draft_names import packaged_head_of
     from graft.hub.drafters import NAMED
     from graft.loading import load
-    from graft.tuning.drafters import full_name, measure, remember, split_prompts
-    from graft.tuning.profile import profile_path
+    from graft.tuning import learned
+    from graft.tuning.drafters import full_name, measure, remember, speeds_of, split_prompts
     from graft.tuning.tuning import tune as learn
 
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
@@ -88,14 +90,17 @@ def tune(
     with ProgressBars() as progress:
         profile = learn(engine, lessons, max_new_tokens, portable, progress.show, temperatures)
         result = measure(engine, full_name(draft), trials, max_new_tokens, progress.show) if trials else None
-    path = out or profile_path(profile.about)
     try:
-        profile.save(path)
+        if out is None:
+            path = learned.add(replace(profile, speeds=speeds_of(result) if result is not None else {}))
+        else:
+            profile.save(path := out)
+            if result is not None:
+                remember(profile.about, result)
     except OSError as error:
-        require(False, f"cannot write {path}: {error.strerror}")
+        require(False, f"cannot write {error.filename}: {error.strerror}")
     notes().print(f"The profile is in {path}", markup=False, soft_wrap=True)
     if result is not None:
-        remember(profile.about, result)
         words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
         if len(trials) < NUM_TRIALS:

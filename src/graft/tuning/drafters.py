@@ -1,31 +1,29 @@
 """Drafters of a model: their speed when `graft tune` measured them on this machine, and the fastest one.
 
-Results are kept in one small file for each model and machine, under GRAFT_HOME.
+Each result is kept in the file of its drafter, see `learned`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from transformers import PreTrainedModel
 
 from graft.engine import Engine
-from graft.files import replacing
-from graft.home import graft_home, is_gguf
+from graft.errors import GraftError
+from graft.home import is_gguf
 from graft.hub.draft_names import NONE, is_here, packaged_head_of, smaller_models
 from graft.hub.drafters import NAMED, name_of
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
-from graft.tuning import MIN_PROMPTS
-from graft.tuning.profile import About, machine_digest
+from graft.tuning import MIN_PROMPTS, learned
+from graft.tuning.profile import About, Profile
+from graft.tuning.profile_header import ANEW, read_speeds
 from graft.tuning.turns import measure_turns, speed_of
 
 
@@ -39,7 +37,7 @@ class Measured:
     mean_accepted: float
     passes: float  # per round
     prompts: int
-    date: str
+    date: str  # ISO 8601
 
 
 def measure(
@@ -61,7 +59,7 @@ def measure(
         mean_accepted=speed.mean_accepted,
         passes=sum(each.draft_passes for each in stats) / sum(each.rounds for each in stats),
         prompts=len(prompts),
-        date=datetime.now(UTC).date().isoformat(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -81,25 +79,26 @@ def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[l
 
 def remember(about: About, result: Measured) -> None:
     """Store a result, which replaces an earlier one of the same drafter."""
-    path = results_path(about)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # another process may store a result of its own
-        known = {each.draft: each for each in known_results(about)} | {result.draft: result}
-        with replacing(path) as file:
-            file.write((json.dumps([asdict(each) for each in known.values()], indent=1) + "\n").encode())
+    learned.add(Profile(about, {}, speeds=speeds_of(result)))
+
+
+def speeds_of(result: Measured) -> dict[str, Any]:
+    """A result as a profile holds it."""
+    return {result.draft: asdict(result)}
 
 
 def known_results(about: About) -> list[Measured]:
     """Stored results for this model on this machine, the fastest first."""
-    path = results_path(about)
-    if not path.exists():
-        return []
-    try:
-        results = [_read(each) for each in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"{path} is damaged ({error}) and is ignored: run graft tune again", stacklevel=2)
-        return []
-    return sorted(results, key=lambda each: -each.speed)
+    results: list[Measured] = []
+    for path in learned.files_of_model(about):
+        try:
+            results += map(_read, read_speeds(path).values())
+        except GraftError as error:
+            learned.ignore(error)
+        except (ValueError, TypeError, KeyError):
+            learned.ignore(GraftError(f"a speed in {path} is damaged: {ANEW}"))
+    latest = {each.draft: each for each in sorted(results, key=lambda each: each.date)}  # heads may share a name
+    return sorted(latest.values(), key=lambda each: -each.speed)
 
 
 def best_draft(about: About) -> str | None:
@@ -134,10 +133,6 @@ def full_name(draft: str | None) -> str:
 def _read(facts: dict[str, Any]) -> Measured:
     result = Measured(**{field.name: facts[field.name] for field in fields(Measured)})
     speed = float(result.speed)
-    if not isinstance(result.draft, str) or not math.isfinite(speed):
-        raise ValueError("a drafter needs a name and a speed")
+    if not isinstance(result.draft, str) or not isinstance(result.date, str) or not math.isfinite(speed):
+        raise ValueError("a drafter needs a name, a speed and a date")
     return replace(result, speed=speed)
-
-
-def results_path(about: About) -> Path:
-    return graft_home() / "drafters" / f"{about.model}-{machine_digest(about)}.json"

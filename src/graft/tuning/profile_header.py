@@ -1,4 +1,4 @@
-"""The header of a profile's file: what the profile is of. It is read without importing torch."""
+"""The header of a profile's file: what it is of, and the speeds of drafters. It is read without importing torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def opened(path: Path, framework: str = "np") -> Iterator[Any]:
 
 def read_header(path: Path) -> dict[str, Any]:
     """The model, head, device and dtype of a profile."""
-    with opened(path) as file:
-        metadata = file.metadata() or {}
+    metadata = _metadata(path)
     try:
         facts = json.loads(metadata.get("about", "{}"))
         is_ours = facts.pop("format", None) == FORMAT
@@ -44,3 +43,19 @@ def read_header(path: Path) -> dict[str, Any]:
     if facts.keys() != _FIELDS:
         raise GraftError(f"{path} does not say what it is a profile of: {ANEW}")
     return dict(facts)
+
+
+def read_speeds(path: Path) -> dict[str, Any]:
+    """What was measured of drafters, by name."""
+    try:
+        speeds = json.loads(_metadata(path).get("speeds", "{}"))
+    except ValueError as error:
+        raise GraftError(f"the speeds in {path} are damaged: {ANEW}") from error
+    if not isinstance(speeds, dict):
+        raise GraftError(f"the speeds in {path} are damaged: {ANEW}")
+    return speeds
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with opened(path) as file:
+        return file.metadata() or {}
