@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graft.errors import ModelError
@@ -16,6 +17,7 @@ from graft.hub.draft_names import is_here
 from graft.hub.load import load_model
 from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, readable_size
+from graft.server.grammar import Grammars
 from graft.tuning.drafters import full_name
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc"]
@@ -24,7 +26,7 @@ EMPTY = b"GGUF" + struct.pack("<IQQQ", 3, 0, 0, 0)  # a header without fields an
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path, architecture="llama", add_bos=None):
+def write_gguf(path, architecture="llama", add_bos=None, tokens=TOKENS):
     """A one-layer Llama or Qwen2 that names <|im_start|> as its end of sequence, as some real files do."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
@@ -36,17 +38,17 @@ def write_gguf(path, architecture="llama", add_bos=None):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HIDDEN // 2)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(len(TOKENS))
+    writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 5)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
     writer.add_token_merges(["a b", "b c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     shapes = {
-        "token_embd": (len(TOKENS), HIDDEN),
+        "token_embd": (len(tokens), HIDDEN),
         "output_norm": (HIDDEN,),
         "blk.0.attn_norm": (HIDDEN,),
         "blk.0.ffn_norm": (HIDDEN,),
@@ -253,3 +255,19 @@ def test_a_gguf_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ModelError, match=r"^cannot read .*secret\.gguf: Permission denied$"):
         convert_once(file)
+
+
+def test_a_grammar_reads_the_bytes_of_tokens_whatever_steps_transformers_adds_to_their_decoding(tmp_path, monkeypatch):
+    real = AutoTokenizer.from_pretrained
+
+    def as_in_5_17(*args, **options):
+        tokenizer = real(*args, **options)
+        steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " "), decoders.ByteLevel()]
+        tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+        return tokenizer
+
+    monkeypatch.setattr("graft.hub.convert.AutoTokenizer.from_pretrained", as_in_5_17)
+    write_gguf(tmp_path / "model.gguf", tokens=[*TOKENS, "\u0120b"])
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "new")
+    grammars = Grammars(real(tmp_path / "new"), len(TOKENS) + 1, [2])
+    assert grammars.bytes_of(len(TOKENS)) == b" b"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -27,6 +28,9 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
     with quiet_transformers(), redirect_stderr(io.StringIO()):
         network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_DENSE)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        if "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer):
+            # transformers 5.17 adds steps for other tokenizers, by which grammars misread a token's bytes.
+            tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
         if model is not None:
             tokenizer.bos_token = model.bos_token
             tokenizer.eos_token = model.eos_token
