@@ -83,10 +83,6 @@ class Plain:
                 row.append(best)
         return self._sampler.choose(logits, walking)
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(text) - 1 for text in self.texts]
-
     def select(self, rows: Sequence[int]) -> Plain:
         there = copy(self)
         there._sampler, there._rows = self._sampler.select(rows), [self._rows[row] for row in rows]
@@ -124,6 +120,10 @@ class Texts:
 
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) - 1 for text in self.texts]
 
     def select(self, rows: Sequence[int]) -> Texts:
         return Texts([self.texts[row] for row in rows])

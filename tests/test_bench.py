@@ -335,8 +335,7 @@ def test_without_past_calibration_or_merging_nothing_of_it_happens(monkeypatch):
         (nodes[what],) = trees[0].num_nodes  # of the same text, with nothing learned yet
     assert (kept[""], kept["-without-past"]) == (len(PROMPT) + 16, 0)
     assert (changed[""], changed["-without-calibration"]) == (True, False)
-    # Both make their trees on the host.
-    assert nodes["-without-merging"] < nodes["-without-past"], "equal proposals take several places"
+    assert nodes["-without-merging"] < nodes[""], "equal proposals take several places"
 
 
 def test_without_pruning_every_pass_is_made_however_dear():
