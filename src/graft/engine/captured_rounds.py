@@ -136,11 +136,12 @@ class CapturedRounds:
         shape = RoundShape(padded_rows, plan.tokens)
         longest = rounds.make_room(batch, chunks, shape)
         longest_read = max([longest, *(chunk.row.length for chunk in chunks)])
-        if rounds.is_in_flight and self._memory.must_move:
-            # The pool has grown, so the texts on the device must move: take the round in flight first.
-            rounds.flush(clock)
         setups = num_setups_of(target, self._drafter)
         with target.launching(shape.tokens + num_prefill) as (buffers, tables):
+            if rounds.is_in_flight and self._memory.must_move:
+                # The pool has grown, so the texts on the device must move: take the round in flight first. Only here
+                # can no other thread make it grow any more.
+                rounds.flush(clock)
             round = self._memory.with_texts_of(batch)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
             choice = max(Choice.of(own.settings, own.constraint is not None) for own in batch.sequences)
