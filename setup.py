@@ -86,7 +86,6 @@ setup(
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
     ext_modules=[
-        library("tree._native", "tree/native.c", EXACT),
         library("tree._round", "tree/round.c", [*EXACT, "-O3"]),  # vectors for the scans
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
         *(library(f"model._cpu_linear_{name}", "model/cpu_linear.c", [*FAST, *flags]) for name, flags in WIDER.items()),

@@ -24,12 +24,11 @@ from torch import Tensor
 import graft.model.verified
 from graft.model import VerifyOutput
 from graft.model.noise import NUM_KINDS
+from graft.spec_decode.memory import FACTORS
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
-from graft.spec_decode.proposers.successor_table import FACTORS
 from graft.spec_decode.sources import calibrated
-from graft.tree.candidates import Level
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import NUM_SUCCESSORS, Tables
+from graft.tree.device.buffers import NUM_SUCCESSORS, Level, Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 
 VOCAB = 49_152

@@ -39,11 +39,7 @@ PRELOADED = (
 # By folder: the C library, the source that it is built of, which includes all others, and the flags of setup.py. Of
 # libraries for several processors, that for all of them: tests of its faults run it too.
 LIBRARIES = {
-    "src/graft/tree/native/round/": (
-        *("src/graft/tree/_round.abi3.so", "src/graft/tree/round.c"),
-        ("-std=c99", "-ffp-contract=off"),
-    ),
-    "src/graft/tree/": ("src/graft/tree/_native.abi3.so", "src/graft/tree/native.c", ("-std=c99", "-ffp-contract=off")),
+    "src/graft/tree/": ("src/graft/tree/_round.abi3.so", "src/graft/tree/round.c", ("-std=c99", "-ffp-contract=off")),
     "src/graft/model/": (
         *("src/graft/model/_cpu_linear.abi3.so", "src/graft/model/cpu_linear.c"),
         ("-ffp-contract=fast", "-fno-schedule-insns"),

@@ -1,40 +1,17 @@
-"""Test policies that propose good, bad and repeated tokens whatever the machine's costs are; texts, trees and walks."""
+"""Test policies that propose good, bad and repeated tokens whatever the machine's costs are; and trees."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 import reference
 from graft.bench.baselines.dense import Dense
-from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.tree.candidates import Candidates
 from graft.tree.device.buffers import Level
 from graft.tree.tree import PADDING, DraftTree
-
-_NUMBERS = itertools.count(1 << 40)  # those of sequences count from 1
-
-
-@dataclass(eq=False)
-class Text:
-    """A text as retrievers see it."""
-
-    ids: list[int]
-    num_prompt_tokens: int
-    owner: int | None = None
-    group: int | None = None
-    number: int = field(default_factory=lambda: next(_NUMBERS))
-
-
-def paths(tree: DraftTree, chosen: torch.Tensor) -> Accepted:
-    """What is accepted when the token after every node is known: chosen [B, N]."""
-    columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.sources, chosen))
-    nodes, tokens = zip(*(reference.walk(*row) for row in zip(*columns, strict=True)), strict=True)
-    return Accepted(list(nodes), list(tokens))
 
 
 @dataclass
@@ -163,11 +140,27 @@ def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size
 
 def each_path_once(tree: DraftTree) -> DraftTree:
     """The tree as a pool makes it of the same proposals."""
-    candidates = Candidates(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
-    if tree.width > 1:
-        columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.score_bucket)
-        candidates.add(*(column[:, 1:] for column in columns))
-    return candidates.best(tree.width - 1, tree.max_depth)[0]
+    pool = reference.Candidates(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
+    columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.score_bucket)
+    pool.add(*(column[:, 1:] for column in columns))
+    pool.merge()
+    num_rows, most = len(tree.tokens), tree.width - 1
+    return best_of(pool, num_rows * most, [most] * num_rows)
+
+
+def best_of(pool: reference.Candidates, total: int, caps: list[int]) -> DraftTree:
+    """The likeliest nodes of all rows, as trees."""
+    chosen = [[0] for _ in pool.rows]
+    for row, place in pool.ranked(total, caps):
+        chosen[row].append(place)
+    width = max(map(len, chosen))
+    tokens, parents, sources = [], [], []
+    for nodes, places in zip(pool.rows, chosen, strict=True):
+        padding = width - len(places)
+        tokens.append([nodes[place].token for place in places] + [nodes[0].token] * padding)
+        parents.append([places.index(nodes[place].parent) for place in places] + [0] * padding)
+        sources.append([nodes[place].source for place in places] + [PADDING] * padding)
+    return tree_of(tokens, parents, sources)
 
 
 def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:

@@ -1,4 +1,4 @@
-"""Reference implementation of the C code of `tree`, slow and obvious, node by node.
+"""Reference implementation of a round's kernels, slow and obvious, node by node.
 
 Products are taken in the same order, in float32, so that results are the same to the last bit. Paths are compared as
 what they are, tuples of tokens, and probabilities are put into buckets by whole numbers.
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from graft.tree.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED
+from graft.tree.device.buffers import AGREED, ALONE, NO_TOKEN, OPPOSED
 
 NUM_BUCKETS = 16
 MAX_MATCH, MAX_OCCURRENCES = 24, 12
@@ -191,47 +191,14 @@ class Candidates:
                     chance = self._chance(chances, row, node.agreement, node.source, node.score_bucket)
                     node.path = path_of(nodes[node.parent].path, chance)
 
-    def ranked(self, total, caps, most_needs=None):
+    def ranked(self, total, caps):
         """(row, place) of the likeliest nodes of all rows together, of each row at most its cap."""
         ranked = []
         for row, (nodes, cap) in enumerate(zip(self.rows, caps, strict=True)):
-            had = [n.path if most_needs is None or n.needs <= most_needs else 0.0 for n in nodes]
+            had = [node.path for node in nodes]
             chosen = [place for place in highest(had[1:], cap) if had[place + 1] > 0]
             ranked += [(-had[place + 1], row, rank, place + 1) for rank, place in enumerate(chosen)]
         return [(row, place) for _, row, _, place in sorted(ranked)[:total]]
-
-    def tree(self, total, caps):
-        """By row: (token, parent, source, score bucket, probability after the parent, path) of the root and the
-        likeliest nodes, and padding up to the widest row."""
-        ranked = self.ranked(total, caps)
-        chosen = [[0, *(place for its, place in ranked if its == row)] for row in range(len(self.rows))]
-        width = max(map(len, chosen))
-        rows = []
-        for nodes, places in zip(self.rows, chosen, strict=True):
-            row = []
-            for place in places:
-                node = nodes[place]
-                above = max(nodes[node.parent].path, LEAST)
-                own = (node.token, places.index(node.parent), node.source, node.score_bucket)
-                row.append((*own, node.path / above, node.path))
-            rows.append(row + [(nodes[0].token, 0, -1, 0, 0.0, 0.0)] * (width - len(row)))
-        return rows
-
-    def gains(self, total, caps, most_needs=None, truths=None):
-        """Sums of the path probabilities of the first 1, 2, 3 ... ranked nodes, each times what of it comes true."""
-        sums, paths = [], [float(self.rows[row][place].path) for row, place in self.ranked(total, caps, most_needs)]
-        for path in paths:
-            power = min(max(-math.frexp(path)[1], 0), 11)
-            sums.append(path * (truths[power] if truths else 1.0) + (sums[-1] if sums else 0.0))
-        return sums
-
-    def values_by_need(self, max_passes, counts, costs, caps, truths=None):
-        values = []
-        for passes in range(max_passes + 1):
-            gains = [0.0, *self.gains(max(counts, default=0), caps, passes, truths)]
-            known = [(gains[min(count, len(gains) - 1)] - cost) for count, cost in zip(counts, costs, strict=True)]
-            values.append(max([0.0, *(value for value in known if len(gains) > 1)]))
-        return values
 
     def places(self, count, max_depth):
         """By row: places of the nodes to look up."""
@@ -283,32 +250,6 @@ class Candidates:
                             chance = self._chance(chances, row, ALONE, number + first, score_bucket)
                         self._add(row, token, place, chance, number + first, score_bucket)
                     done.add(place)
-
-    def _add_successor(self, row, tables, parent, rank, chance, source):
-        entries = None
-        if self.rows[row][parent].path > 0:
-            _, entries = tables.longest_known(*self._context(row, parent), self.salts[row])
-        known = entries is not None and rank < len(entries)
-        self._add(row, entries[rank][0] if known else 0, parent, chance if known else 0.0, source, 0)
-
-    def fill(self, tables, templates, chance, source, max_depth):
-        start = self.width
-        for row, template in enumerate(templates):
-            for parent, rank, depth in template:
-                if depth <= max_depth:
-                    self._add_successor(row, tables, start + parent - 1 if parent else 0, rank, chance, source)
-        self._pad(source)
-
-    def extend_leaf(self, tables, chance, source, max_depth):
-        for row, nodes in enumerate(self.rows):
-            with_children = {node.parent for node in nodes if node.path > 0}
-            reached = [
-                node.path if place not in with_children and len(node.words) < max_depth else 0.0
-                for place, node in enumerate(nodes)
-            ]
-            (leaf,) = highest(reached, 1)
-            is_leaf = reached[leaf] > 0
-            self._add_successor(row, tables, leaf if is_leaf else 0, 0, chance if is_leaf else 0.0, source)
 
     # Copies
 

@@ -18,16 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Those whose code calls a library directly, and one decoder of each kind around it.
 TESTS = [
-    "test_native.py",
     "test_round.py",
-    "test_candidates.py",
     "test_tree.py",
-    "test_grafter.py",
     "test_cpu_linear.py",
     "test_cpu_layers.py",
     "test_cpu_head.py",
     "test_block_drafter.py",
-    "test_budget.py",
+    "test_device_tree.py",
+    "test_planner.py",
     "test_policies.py",
     "test_learned.py",
     "test_sglang.py",
@@ -35,7 +33,6 @@ TESTS = [
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -fPIC -shared"
 EXACT = "-std=c99 -ffp-contract=off"
 LIBRARIES = [
-    ("tree/native.c", "tree/_native", EXACT),
     ("tree/round.c", "tree/_round", EXACT),
     ("model/cpu_linear.c", "model/_cpu_linear", "-ffp-contract=fast"),
 ]

@@ -29,11 +29,11 @@ from graft.model import TargetRunner
 from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
+from graft.spec_decode.memory import FACTORS
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.successor_table import FACTORS
 from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
 from heads import SMALL_TREE, make_head

@@ -1,10 +1,11 @@
-"""The round's candidates on the device are those of the C code, to the last bit: see `graft.tree.device`."""
+"""The kernels of a round, in C and in Triton, against the reference, to the last bit: see `graft.tree.device`."""
 
 from __future__ import annotations
 
 import math
 import random
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,23 +13,22 @@ import torch
 
 from graft.hashing import mix64
 from graft.model.kv_cache import Row
-from graft.model.noise import NUM_KINDS, ComingDraws, RowDraws
+from graft.model.noise import NUM_KINDS, RowDraws
 from graft.model.step import FlatStep
-from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
-from graft.tree.candidates import Candidates, Level
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import MAX_LENGTH, Draws, Level, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
 
+import reference
 from graft.spec_decode.calibration import NOISE_ENDS
 from graft.tree.device import noise, triton_kernels
 from graft.tree.device.round import alongside
-from proposers import Text
+from proposers import best_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTED, SUFFIX, TRIGRAM = 1, 2, 4  # sources; `past` is the one behind SUFFIX
@@ -45,6 +45,30 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+class Judged(NamedTuple):
+    """What the target says of the nodes of trees, or of the tokens of texts."""
+
+    tokens: torch.Tensor  # [B, W]
+    parents: torch.Tensor  # [B, W]
+    successors: torch.Tensor  # [B, W, k] likeliest first
+    logits: torch.Tensor  # [B, W, k]
+    before: list[int]  # [B] the token before each root
+    earlier: list[int]  # [B] the token before that
+    is_text: bool
+
+    def ngrams(self):
+        """As the reference learns them: of equal ones, the last of a text and the likeliest of a tree stay."""
+        for row, (tokens, parents) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
+            places = range(len(tokens))
+            for place in places if self.is_text else reversed(places):
+                words, at = [], place
+                while at:
+                    words.insert(0, tokens[at])
+                    at = parents[at]
+                last = [self.earlier[row], self.before[row], tokens[0], *words][:-4:-1]
+                yield (*last, 0), self.successors[row, place].tolist(), self.logits[row, place].tolist()
+
+
 class Case:
     """A random round: texts, drafted levels, what the tables have learned, and acceptance probabilities.
 
@@ -55,7 +79,7 @@ class Case:
         self.rng = rng = random.Random(seed)
         self.num_rows, self.num_tokens, self.num_passes = 1 + seed % 3, 3 + seed % 4, num_passes
         lengths = [rng.choice((1, 2, 3, 30, 1500)) for _ in range(self.num_rows)]
-        self.texts = [Text(self.tokens(length), 0) for length in lengths]
+        self.texts = [self.tokens(length) for length in lengths]
         self.past = [self.tokens(rng.randrange(1, 60)) for _ in range(6)]
         self.max_depth = rng.choice((3, 12, 40))
         self.caps = [MOST_NODES, *(rng.choice((0, 7, MOST_NODES)) for _ in range(self.num_rows - 1))]
@@ -64,7 +88,7 @@ class Case:
         self.acceptance_probs = torch.tensor(values).view(3 * NUM_KINDS, NUM_SOURCES, NUM_BUCKETS)
         temperatures = [rng.choice((0.0, 0.3, 0.7, 1.0)) if seed % 2 else 0.0 for _ in range(self.num_rows)]
         self.draws = [
-            RowDraws(rng.randrange(2**62), len(text.ids), temperature) if temperature else None
+            RowDraws(rng.randrange(2**62), len(text), temperature) if temperature else None
             for text, temperature in zip(self.texts, temperatures, strict=True)
         ]
         self.num_beams, self.num_depths = (0, NUM_SLOTS) if has_block else (NUM_BEAMS, 1)
@@ -74,7 +98,7 @@ class Case:
             self.passes = [levels_of(self.table, NUM_SLOTS, NUM_DRAFTS)]
         else:
             self.passes = [[self.level(number)] for number in range(len(LEVELS))]
-        self.learned = [self.top_k(is_text) for is_text in (False, True, False)]
+        self.learned = [self.judged(is_text) for is_text in (False, True, False)]
 
     def tokens(self, count):
         return [self.rng.randrange(self.num_tokens) for _ in range(count)]
@@ -88,45 +112,38 @@ class Case:
         q = torch.tensor([[self.rng.choice(Q) for _ in range(count)] for _ in rows])
         return Level(torch.tensor([self.tokens(count) for _ in rows]), parents, q, q)
 
-    def top_k(self, is_text, num_rows=2, width=12):
-        """The target's likeliest successors of the nodes of trees, or of the tokens of texts."""
+    def judged(self, is_text, num_rows=2, width=12):
         rng, nodes = self.rng, num_rows * width
         parents = [[max(n - 1, 0) if is_text else rng.randrange(max(n, 1)) for n in range(width)]] * num_rows
-        sources = torch.ones(num_rows, width, dtype=torch.int64)
-        sources[:, 0] = 0
         successors = torch.tensor([rng.sample(range(VOCABULARY), 8) for _ in range(nodes)], dtype=torch.int32)
         spread = [rng.choice((0.0, 1.0, 2.5, 40.0)) for _ in range(nodes)]
         logits = torch.tensor([sorted((s * rng.random() for _ in range(8)), reverse=True) for s in spread])
         before, earlier = ([rng.randrange(-1, self.num_tokens) for _ in range(num_rows)] for _ in range(2))
         tokens = torch.tensor([self.tokens(width) for _ in range(num_rows)])
         shape = (num_rows, width, 8)
-        return TargetTopK(
-            *(tokens, torch.tensor(parents), sources, successors.view(shape), logits.view(shape)),
-            *(before, earlier, [0] * num_rows, is_text),
-        )
+        said = (successors.view(shape), logits.view(shape))
+        return Judged(tokens, torch.tensor(parents), *said, before, earlier, is_text)
 
-    def on_host(self):
-        """The candidates by the C code, and by pass the probability that a beam is accepted."""
-        lookup, ngrams = SuffixLookup(), NgramTables(VOCABULARY)
-        for text in self.past:
-            lookup.finish(Text(text, 0))
-        for top_k in self.learned:
-            ngrams.learn(top_k)
-        ids = [text.ids for text in self.texts]
-        roots, draws = torch.tensor([own[-1] for own in ids]), ComingDraws(self.draws) if any(self.draws) else None
-        candidates, reach = Candidates(roots, ids, draws=draws), []
-        candidates.most_nodes = MOST_NODES
-        lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
-        first, going = candidates.width - 1, [cap > 0 for cap in self.caps]
+    def expected(self, shape):
+        """The reference's candidates, and by pass the probability that a beam is accepted."""
+        learned = reference.Tables(((3, 18, False), (2, 18, False), (1, None, False)))
+        for judged in self.learned:
+            learned.learn(judged.ngrams())
+        made, reach = reference.Candidates([text[-1] for text in self.texts], self.texts, (), self.draws), []
+        limits = (shape.num_places, self.max_depth, MAX_LENGTH, shape.copy_nodes)
+        nobody = [[]] * self.num_rows
+        copies = (self.texts, [self.past] * self.num_rows, nobody, SUFFIX, self.acceptance_probs, *limits)
+        made.attach_copies(*copies)
+        first, going = made.width - 1, [cap > 0 for cap in self.caps]
         for number, levels in enumerate(self.passes[: self.num_passes], start=1):
             for level in levels:
                 given = (level, self.acceptance_probs, DRAFTED, number, first, going, self.num_beams)
-                reached = candidates.add_level(*given)
+                reached = made.add_level(*given)
             reach.append(float(np.float32(0) + sum(map(np.float32, reached), np.float32(0))))
         if self.num_passes:
-            lookup.propose(candidates, self.texts, SUFFIX, self.acceptance_probs, self.max_depth)
-        ngrams.propose(candidates, self.texts, TRIGRAM, self.acceptance_probs, self.max_depth)
-        return candidates, reach
+            made.attach_copies(*copies)
+        made.follow(learned, self.acceptance_probs, TRIGRAM, shape.num_waves, shape.beam, self.max_depth)
+        return made, reach
 
 
 class OnDevice:
@@ -142,8 +159,8 @@ class OnDevice:
         self.texts = Texts(rows + 2, CONTEXT, RING, DEVICE)
         self.table_rows = numbers(*range(rows + 1, 1, -1))
         for text, table_row in zip(case.texts, self.table_rows.tolist(), strict=True):
-            self.texts.own[table_row, : len(text.ids)] = numbers(*text.ids)
-            self.texts.lengths[table_row] = len(text.ids)
+            self.texts.own[table_row, : len(text)] = numbers(*text)
+            self.texts.lengths[table_row] = len(text)
         past = [token for text in case.past for token in (*text, -1)]
         self.texts.past[: len(past)] = numbers(*past)
         self.texts.past_end[0] = len(past)
@@ -158,19 +175,19 @@ class OnDevice:
         )
         factors = mix64(torch.arange(4)) | 1
         self.tables = Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
-        for top_k in case.learned:
-            self.learn(top_k)
+        for judged in case.learned:
+            self.learn(judged)
 
-    def learn(self, top_k):
-        rows, width = top_k.tokens.shape
-        flat = [part.flatten().int().to(DEVICE) for part in (top_k.tokens, top_k.parents)]
+    def learn(self, judged):
+        rows, width = judged.tokens.shape
+        flat = [part.flatten().int().to(DEVICE) for part in (judged.tokens, judged.parents)]
         places, of_rows = numbers(*[*range(width)] * rows), numbers(*(r for r in range(rows) for _ in range(width)))
-        before = torch.tensor([top_k.before, top_k.earlier], dtype=torch.int32, device=DEVICE)
-        successors, logits = (part.flatten(0, 1).to(DEVICE) for part in (top_k.successors, top_k.logits))
+        before = torch.tensor([judged.before, judged.earlier], dtype=torch.int32, device=DEVICE)
+        successors, logits = (part.flatten(0, 1).to(DEVICE) for part in (judged.successors, judged.logits))
         starts = numbers(*range(0, rows * width, width))
         salts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
         of_step = (*flat, places, of_rows, starts, before, salts, successors, logits)
-        self.kernels.learn(self.tables, *of_step, rows, top_k.is_text)
+        self.kernels.learn(self.tables, *of_step, rows, judged.is_text)
 
     def copy(self, places, first):
         """Adds copies of earlier text below the places [R, P]."""
@@ -228,14 +245,16 @@ def listed(columns, paths, num_rows):
     return found
 
 
-def assert_same_nodes(candidates, device, is_merged):
-    nodes, pool = candidates.nodes, device.pool
-    here = [nodes.tokens, nodes.parents, nodes.depths, nodes.keys, nodes.needs, nodes.sources, nodes.score_bucket]
-    there = [pool.tokens, pool.parents, pool.depths, pool.keys, pool.needs, pool.sources, pool.buckets]
-    if is_merged:
-        here, there = [*here, candidates.agreement], [*there, pool.agreement]
-    width, num_rows = device.shape.width, candidates.num_rows
-    assert listed(there, pool.paths[:, :width].cpu(), num_rows) == listed(here, nodes.paths, num_rows)
+def assert_same_nodes(made, device, is_merged):
+    pool, width, num_rows = device.pool, device.shape.width, len(made.rows)
+    there = [pool.tokens, pool.parents, pool.depths, pool.needs, pool.sources, pool.buckets]
+    there += [pool.agreement] if is_merged else []
+    expected = []
+    for nodes in made.rows:
+        known = [node for node in nodes if node.path > 0]
+        columns = [(len(n.words), n.needs, n.source, n.score_bucket, n.agreement)[: len(there) - 2] for n in known]
+        expected.append([(list(n.words), float(n.path), *own) for n, own in zip(known, columns, strict=True)])
+    assert listed(there, pool.paths[:, :width].cpu(), num_rows) == expected
 
 
 def table(rng, num_rows, num_slots, num_tokens, num_parents=3, num_children=4):
@@ -279,30 +298,27 @@ MORE = [*((seed, 3, False) for seed in range(5, 40)), *((seed, 1, True) for seed
         *(pytest.param(triton_kernels, *case, marks=pytest.mark.slow) for case in (*CASES[3:], *MORE)),
     ],
 )
-def test_a_round_on_the_device_is_that_of_the_c_code(kernels, seed, num_passes, has_block):
+def test_a_round_is_that_of_the_reference(kernels, seed, num_passes, has_block):
     case = Case(seed, num_passes, has_block)
     device = OnDevice(case, kernels)
-    candidates, reach = case.on_host()
+    made, reach = case.expected(device.shape)
     assert device.propose() == reach
-    assert_same_nodes(candidates, device, is_merged=False)
+    assert_same_nodes(made, device, is_merged=False)
 
-    candidates.merge(DRAFTED, case.acceptance_probs)
+    made.merge(DRAFTED, case.acceptance_probs)
     pool, shape, num_rows = device.pool, device.shape, case.num_rows
     kernels.merge(pool, shape, device.acceptance_probs, device.draws.kinds, DRAFTED)
-    assert_same_nodes(candidates, device, is_merged=True)
+    assert_same_nodes(made, device, is_merged=True)
 
     nodes = torch.zeros(num_rows, MOST_NODES, dtype=torch.int32, device=DEVICE)
     ranked = Ranked(nodes, torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes[:, 0]))
     kernels.rank(pool, shape, device.caps, ranked)
     kernels.select(ranked, device.caps, numbers(TOTAL))
-    rows = [
-        Row(table_row, length=len(text.ids) - 1)
-        for table_row, text in zip(device.table_rows.tolist(), case.texts, strict=True)
-    ]
-    check_step(device, ranked, FlatStep(rows, candidates.ranked(TOTAL, case.caps).tree(case.max_depth)[0]))
+    rows = [Row(at, length=len(text) - 1) for at, text in zip(device.table_rows.tolist(), case.texts, strict=True)]
+    check_step(device, ranked, FlatStep(rows, best_of(made, TOTAL, case.caps)))
 
-    emitted = [(*case.rng.choice(nodes)[0], *case.tokens(3)) for nodes in _paths_of(candidates)]
-    check_outcome(device, candidates, emitted)
+    likely = [[node.words for node in nodes if node.path > 0] for nodes in made.rows]
+    check_outcome(device, made, [[*case.rng.choice(words), *case.tokens(3)] for words in likely])
 
 
 def check_step(device, ranked, expected):
@@ -326,11 +342,16 @@ def check_step(device, ranked, expected):
         assert rest.tolist() == [[rows if column == 4 else 0] * (wide - size) for column in range(6)]
 
 
-def check_outcome(device, candidates, emitted):
+def check_outcome(device, made, emitted):
     """Texts grow by what was emitted, and proposals are counted."""
     case, texts, rows = device.case, device.texts, device.case.num_rows
-    tried, fitted = torch.zeros(2, *case.acceptance_probs.shape)
-    candidates.count(emitted, tried, fitted, 1e9)
+    tried, fitted = torch.zeros(2, *case.acceptance_probs.shape, dtype=torch.int32)
+    for row, judged in enumerate(made.judged(emitted)):
+        for place, fits in judged.items():
+            node = made.rows[row][place]
+            cell = (3 * made._kind(row) + node.agreement, node.source, node.score_bucket)
+            tried[cell] += 1
+            fitted[cell] += fits
     width = max(map(len, emitted))
     tokens = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
     for row, new in enumerate(emitted):
@@ -342,18 +363,19 @@ def check_outcome(device, candidates, emitted):
     given = (starts, counts, tokens, nodes, places, accepted, committed)
     device.kernels.advance(texts, device.table_rows, *given, device.pool.factors, keys)
     for text, table_row, new in zip(case.texts, device.table_rows.tolist(), emitted, strict=True):
-        ids = [*text.ids, *new]
+        ids = [*text, *new]
         assert texts.own[table_row, : texts.lengths[table_row]].tolist() == ids
-    assert committed.tolist() == [len(text.ids) - 1 for text in case.texts]
+    assert committed.tolist() == [len(text) - 1 for text in case.texts]
     assert accepted.tolist() == [len(new) - 1 for new in emitted]
     counted = torch.zeros(2, *case.acceptance_probs.shape, dtype=torch.int32, device=DEVICE)
     device.kernels.count(device.pool, device.shape, counts, keys, device.draws.kinds, *counted)
-    assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()
+    assert counted.tolist() == torch.stack([tried, fitted]).tolist()
 
 
-def _paths_of(candidates):
-    nodes = candidates.nodes
-    return listed([nodes.tokens, nodes.parents], nodes.paths, candidates.num_rows)
+def test_a_tree_of_no_levels_has_no_nodes():
+    table = Table(torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2), 0.5), -torch.ones(1, 1, 2).int())
+    assert levels_of(table, num_levels=0, num_nodes=4) == []
+    assert [level.tokens.tolist() for level in levels_of(table, num_levels=1, num_nodes=4)] == [[[1, 1]]]
 
 
 @triton.jit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from itertools import islice, pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,25 +15,17 @@ from transformers.generation.logits_process import MinPLogitsWarper
 
 import block_heads
 import graft
-import graft.tree.candidates as candidates_module
 import heads
 from batches import opened, prefill
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
-from graft.spec_decode.calibration import Calibration, by_noise
-from graft.spec_decode.grafter import Grafter
-from graft.spec_decode.policies import PolicySettings
-from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.calibration import by_noise
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.spec_decode.step_times import StepTimes, usual_shape
-from graft.tree.candidates import Candidates, Level
-from graft.tree.native import native
-from proposers import Text, paths
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]
@@ -211,76 +202,7 @@ def test_draws_keep_the_models_own_distribution():
         assert chisquare(observed, expected).pvalue > 1e-3
 
 
-# Candidates in C
-
-
-def candidates_of(draws, root=1, salt=0):
-    return Candidates(torch.tensor([root]), [[3, 2, root]], [salt], draws)
-
-
-def test_the_noise_in_c_is_that_of_the_definition():
-    row = RowDraws(seed=-5, position=30, temperature=1.0)
-    columns = candidates_module._DrawColumns(ComingDraws([row]))
-    tokens = torch.tensor([0, 1, 2, 77, 49151, 1 << 30])
-    times = torch.empty(len(tokens), dtype=torch.float64)
-    native().graft_draw_times(columns.address, 4, len(tokens), tokens.data_ptr(), times.data_ptr())
-    expected = np.exp(-plain_noise(-5, 33, tokens.tolist()))
-    np.testing.assert_allclose(times.numpy(), expected, rtol=1e-12)
-
-
-def learned_tables(successors, logits):
-    """Tables that know what follows the text 3, 2, 1."""
-    tables = NgramTables(VOCAB, orders=(3,), num_rows=1 << 4, waves=1, beam=1)
-    chain = torch.tensor([[1]])
-    tables.learn(
-        TargetTopK(
-            *(chain, torch.zeros_like(chain), torch.zeros_like(chain)),
-            *(torch.tensor([[successors]], dtype=torch.int32), torch.tensor([[logits]])),
-            *([2], [3], [0]),
-        )
-    )
-    return tables
-
-
-def retrieved(retriever, candidates, calibration, histories=()):
-    retriever.propose(candidates, histories, 1, calibration.acceptance_probs, 4)
-    nodes = candidates.nodes
-    there = nodes.paths[0] > 0
-    return {
-        int(token): int(bucket)
-        for token, bucket in zip(nodes.tokens[0, there][1:], nodes.score_bucket[0, there][1:], strict=True)
-    }
-
-
-def test_successors_are_ranked_again_by_their_probability_and_the_noise():
-    successors, logits = [10, 11, 12, 13, 14, 15, 16, 17], [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]
-    tables = learned_tables(successors, logits)
-    calibration = Calibration(list(tables.prior))
-    row = RowDraws(seed=4, position=3, temperature=0.8)
-    found = retrieved(tables, candidates_of(ComingDraws([row])), calibration)
-    share = np.exp(logits) / np.exp(logits).sum()
-    halvings = np.clip(np.floor(-2 * np.log2(share)), 0, 15) / 2  # as the table keeps them: two buckets a halving
-    weights = 0.5 ** (halvings / 0.8) * np.exp(plain_noise(4, 3, successors))
-    expected = np.clip(np.floor(-2 * np.log2(weights / weights.sum())), 0, 15)
-    assert found == dict(zip(successors, expected.astype(int).tolist(), strict=True))
-    assert max(found, key=lambda token: -found[token]) != 10, "the noise has changed the order"
-
-
-def test_copies_are_judged_by_the_noise_of_their_token():
-    text = [5, 6, 7, 9, 5, 6, 7]
-    history = Text(text, len(text))
-    priors = list(SuffixLookup.prior)
-    calibration = Calibration(priors, [by_noise(prior) for prior in priors])
-    greedy, sampled = (
-        retrieved(SuffixLookup(), Candidates(torch.tensor([7]), [text], [0], draws), calibration, [history])
-        for draws in (None, ComingDraws([RowDraws(seed=2, position=len(text), temperature=1.0)]))
-    )
-    ends = [0.05, 0.15, 0.35, 0.7, 1.3, 2.2, 3.5]
-    time = float(np.exp(-plain_noise(2, len(text), [9]))[0])
-    assert sampled[9] == greedy[9] * 8 + np.searchsorted(ends, time, side="right")
-    probs = calibration.acceptance_probs[3, 1]  # of sampled rows, alone
-    split = probs[greedy[9] * 8 : greedy[9] * 8 + 8]
-    assert (split.diff() < 0).all(), "the better the noise, the likelier"
+# Priors
 
 
 def test_priors_split_by_noise_have_the_prior_as_their_mean_and_what_is_rarely_right_stays_unlikely():
@@ -333,73 +255,13 @@ def test_what_cannot_be_drawn_is_never_proposed(temperature):
 # Calibration by kind of row
 
 
-def test_sampled_rows_are_calibrated_apart_from_greedy_ones():
-    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.1), StepTimes())
-    text = Text([3, 2, 1], 3)
-    before = grafter.calibration.acceptance_probs.clone()
-    for draws in (None, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)])):
-        round = grafter.begin(torch.tensor([1]), [text], [4], 3, draws=draws)
-        level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-        grafter.goes_on = lambda round, num_done, reach, going: [num_done == 0 for _ in going]
-        grafter.draft(round, iter([[level]]), 1)
-        tree = grafter.graft(round)
-        grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
-        changed = (grafter.calibration.acceptance_probs != before).any(dim=2).any(dim=1).view(-1, 3).any(dim=1)
-        assert changed.tolist() == ([True, False, False, False] if draws is None else [True, False, False, True])
-
-
-def adaptive_grafter():
-    """A grafter that chooses its budget, with known step times: nodes cost nothing, and passes little."""
-    steps = StepTimes((), usual_shape("cuda"))
-    for _ in range(4):
-        for num_tokens in (1, 2, 4, 8, 16):
-            steps.observe(num_tokens, 1.0)
-    return Grafter(VOCAB, 2, PolicySettings(), steps)
-
-
-def run_round(grafter, draws):
-    """A round with one drafted node, which is accepted."""
-    round = grafter.begin(torch.tensor([1]), [Text([3, 2, 1], 3)], [4], 3, draws=draws)
-    level = Level(*(torch.tensor([[value]]) for value in (5, 0)), *[torch.tensor([[0.4]])] * 2)
-    grafter.goes_on = lambda round, num_done, reach, going: [num_done == 0 for _ in going]
-    grafter.draft(round, iter([[level]]), 1)
-    tree = grafter.graft(round)
-    assert tree.num_nodes == [1]
-    grafter.learn(round, tree, paths(tree, torch.full(tree.tokens.shape, 5)), 1.0)
-
-
-def test_what_rows_of_one_kind_teach_about_paths_and_passes_does_not_change_the_other_kinds():
-    grafter = adaptive_grafter()
-    for kind, draws in ((0, None), (3, ComingDraws([RowDraws(seed=1, position=3, temperature=1.0)]))):
-        before = grafter.state()
-        run_round(grafter, draws)
-        after = grafter.state()
-        for name in ("paths/hoped", "paths/came"):
-            is_other = (after[name] != before[name]).view(4, -1).any(dim=1)
-            assert is_other.tolist() == [own == kind for own in range(4)], name
-        known = [row.tolist() for row in before.get("planner/passes", ())]
-        changed = [row for row in after["planner/passes"].tolist() if row not in known]
-        assert [row[0] for row in changed] == [kind], "gains of passes"
-
-
-def test_draft_passes_are_made_by_what_they_brought_to_rows_of_the_same_kind():
-    grafter = Grafter(VOCAB, 2, PolicySettings(budget=4, pass_cost=0.2), StepTimes())
-    for _ in range(100):  # passes of greedy rows bring much, those of sampled rows nothing
-        for kind, value in ((0, 1.0), (3, 0.0)):
-            grafter.planner._known_passes([kind, kind]).observe([1.0, 0.8], [0.0, value, 2 * value], 4)
-    for _ in range(2):
-        round = SimpleNamespace(kinds=[0, 3], retrieved=0.0)
-        assert grafter.goes_on(round, 0, [1.0, 1.0], [True, True]) == [True, False]
-        grafter.restore(grafter.state())
-
-
 def test_a_state_that_knows_greedy_rows_alone_is_still_restored():
-    grafter = Grafter(VOCAB, 2, PolicySettings(), StepTimes())
-    state = grafter.state()
+    policy = Engine(tiny_model(), budget=4).policy
+    state = policy.state()
     old = {key: value[:, :3, :32] * 2 if key.startswith("calibration/") else value for key, value in state.items()}
     old |= {key: value[:12] * 3 for key, value in state.items() if key.startswith("paths/")}
-    grafter.restore(old)
-    new = grafter.state()
+    policy.restore(old)
+    new = policy.state()
     for key in (key for key in state if key.startswith("calibration/")):
         assert torch.equal(new[key][:, :3, :32], state[key][:, :3, :32] * 2), "greedy rows"
         assert torch.equal(new[key][:, 3:], state[key][:, 3:]), "sampled rows begin with their priors"

@@ -13,8 +13,9 @@ import torch
 
 import reference
 from compilers import COMPILERS, works
+from graft.errors import GraftError
 from graft.model.noise import NUM_KINDS, RowDraws
-from graft.spec_decode.proposers.successor_table import FACTORS
+from graft.spec_decode.memory import FACTORS
 from graft.tree.device import c_kernels
 from graft.tree.device.buffers import MAX_LENGTH, NUM_SUCCESSORS, Level, Tables, barred_numbers
 from graft.tree.device.kernels import STEPS
@@ -373,6 +374,47 @@ def test_what_is_out_of_range_is_refused():
     )
     with pytest.raises(IndexError):  # in the table that has a row for each token
         c_kernels.learn(each.tables, *step, ids, torch.zeros(1, NUM_SUCCESSORS), 1, False)
+
+
+@pytest.mark.parametrize("trouble", ["not built", "of another machine"])
+def test_a_library_that_cannot_be_loaded_says_what_to_do(monkeypatch, tmp_path, trouble):
+    monkeypatch.setattr(c_kernels, "HERE", tmp_path)
+    if trouble == "of another machine":
+        (tmp_path / "_round.abi3.so").write_bytes(b"\x7fELF of something else")
+    with pytest.raises(GraftError, match=r"_round cannot be loaded .* install the package again"):
+        c_kernels._library.__wrapped__()
+
+
+@pytest.mark.parametrize("edge", range(1, reference.NUM_BUCKETS))
+def test_a_probability_is_in_the_bucket_of_its_face_value(edge):
+    each, one = new_round(c_kernels, 64, False), torch.ones(1, dtype=torch.int32)
+    each.texts.own[1, 0] = each.texts.lengths[1] = 1
+    shape = RoundShape(1, 8).pool(LEVELS)
+    c_kernels.begin(each.pool, shape, each.texts, one)
+    at = torch.tensor(0.5**edge, dtype=torch.float64).sqrt().float()
+    q = torch.zeros(LEVELS[0])
+    q[:3] = torch.stack([torch.nextafter(at, torch.tensor(0.0)), at, torch.nextafter(at, torch.tensor(1.0))])
+    level, of_pass = torch.zeros(LEVELS[0], dtype=torch.int32), (torch.zeros(4), torch.zeros(4), torch.ones(4).int())
+    given = (torch.ones(SOURCES.table), each.draws, one, *of_pass, DRAFTED, NUM_BEAMS, 1)
+    c_kernels.add_level(each.pool, shape, 0, level, level, q, *given)
+    found = each.pool.buckets[0, shape.level_start(0) :][:3].tolist()
+    assert found == [reference.bucket_of(own) for own in q[:3].tolist()]
+
+
+def test_the_round_needs_neither_transformers_nor_our_engine_nor_the_plugin_sglang():
+    names = ("acceptance", "calibration", "memory", "planner", "proposers", "sources", "step_times")
+    program = f"""
+import importlib.util, sys
+sys.modules["transformers"] = sys.modules["sglang"] = None
+import graft.tree.device.round, {", ".join(f"graft.spec_decode.{name}" for name in names)}
+import graft.model.sampler, graft.model.verified
+assert not [name for name in sys.modules if name in ("graft.engine", "graft.request.batch", "graft.model.runner")]
+import graft.integrations.sglang.plugin
+graft.integrations.sglang.plugin.register()
+if importlib.util.find_spec("triton") is not None:
+    import graft.integrations.sglang.trees
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_rounds_in_c_need_no_triton():

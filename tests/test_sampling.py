@@ -15,11 +15,9 @@ from transformers import (
 )
 
 from graft import Engine, SamplingSettings
-from graft.model import VerifyOutput
 from graft.model.noise import gumbel_noise
 from graft.model.sampler import Sampler, truncated
-from graft.spec_decode.acceptance import walk
-from graft.tree.tree import PADDING
+from graft.spec_decode.acceptance import walk_step
 from proposers import Oracle, RandomTrees, ScriptedTrees, tree_of
 from reference import splitmix
 from tiny import VOCAB, tiny_model
@@ -175,14 +173,9 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     """Flat logits and a frequency penalty: every token drawn lowers itself at once, inside one accepted block."""
     vocab = 4
     logits = torch.zeros(4, vocab)
-    tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
-    settings = SamplingSettings(frequency_penalty=1.0)
-    accepted = walk(
-        tree,
-        VerifyOutput(tree.tokens, torch.arange(4)[None], [4], logits, logits),
-        Sampler([settings], [[3]], [], vocab, torch.device("cpu")),
-    )
-    assert accepted.tokens == [[0, 1, 2, 3]]
+    chain = np.array([[0, 0, 1, 2], [0, 0, 1, 2]])  # tokens and parents: plain decoding takes 0, then 1, then 2
+    sampler = Sampler([SamplingSettings(frequency_penalty=1.0)], [[3]], [], vocab, torch.device("cpu"))
+    assert walk_step(chain, [0], [4], logits, sampler, [True], most=8) == ([[0, 1, 2, 3]], [[1, 2, 3]])
 
 
 def test_a_sampler_that_begins_within_an_answer_goes_on_as_the_one_before_it():
@@ -197,13 +190,11 @@ def test_a_sampler_that_begins_within_an_answer_goes_on_as_the_one_before_it():
         ids = [[*own, token] for own, token in zip(ids, tokens, strict=True)]
 
 
-def test_padding_is_never_accepted():
-    """It has the root's token, which may well be what comes next."""
-    tree = tree_of([[5, 5, 5]], [[0, 0, 0]], [[0, PADDING, PADDING]])
-    logits = torch.eye(8)[[5]]
-    verified = VerifyOutput(tree.tokens, torch.zeros(1, 3, dtype=torch.int64), [1], logits, logits)
-    accepted = walk(tree, verified, Sampler([SamplingSettings()], [[5]], [], 8, torch.device("cpu")))
-    assert (accepted.tokens, accepted.nodes) == ([[5]], [[]])
+def test_what_stands_behind_a_rows_own_tree_is_never_accepted():
+    """Padding, or the next row: it may have the token that comes next."""
+    step, logits = np.array([[5, 5, 5], [0, 0, 0]]), torch.eye(8)[[5, 5, 5]]
+    sampler = Sampler([SamplingSettings()] * 2, [[5]] * 2, [], 8, torch.device("cpu"))
+    assert walk_step(step, [0, 1], [1, 2], logits, sampler, [True, True], most=4) == ([[5], [5, 5]], [[], [1]])
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])

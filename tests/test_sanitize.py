@@ -30,8 +30,8 @@ def test_no_compiler_gets_one_line(monkeypatch, capfd):
 
 
 FAULTS = {
-    "heap-buffer-overflow": "graft_count_sources(1, 8, short.buffer_info()[0], 1, short.buffer_info()[0])",
-    "null pointer": "graft_count_sources(1, 1, None, 1, short.buffer_info()[0])",
+    "heap-buffer-overflow": "graft_flatten_trees(1, 8, *[at] * 3, 8, *[at] * 5)",
+    "null pointer": "graft_flatten_trees(1, 1, at, None, at, 1, *[at] * 5)",
 }
 
 
@@ -42,8 +42,9 @@ def test_a_fault_is_reported_and_ends_the_run(tmp_path, report):
         pytest.skip("there is no GCC with sanitizers")
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text(
-        "from array import array\nfrom graft.tree.native import native\n\n\n"
-        f"def test_wrong():\n    short = array('q', [0])\n    native().{FAULTS[report]}\n"
+        "from array import array\nfrom graft.tree.device import c_kernels\n\n\n"
+        "def test_wrong():\n    short = array('q', [0])\n    at = short.buffer_info()[0]\n"
+        f"    c_kernels._library().{FAULTS[report]}\n"
     )
     found = subprocess.run([sys.executable, str(SCRIPT), str(wrong)], capture_output=True, text=True, timeout=600)
     assert found.returncode != 0

@@ -194,9 +194,6 @@ class Broken:
         if self._left <= 0:
             self.error = "nothing may follow"
 
-    def num_allowed(self, tokens):
-        return len(tokens)
-
 
 def test_a_request_that_fails_ends_alone(model, schedule, monkeypatch):
     scheduler, clock = schedule(), Clock()

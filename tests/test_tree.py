@@ -2,14 +2,12 @@
 
 import random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.model.grammar import pruned
-from graft.tree.tree import PADDING, DraftTree
-from proposers import assert_is_tree, random_tree, token_paths, tree_of
+from graft.tree.tree import DraftTree
+from proposers import assert_is_tree, random_tree
 
 
 @st.composite
@@ -38,40 +36,8 @@ def test_the_first_places_of_a_tree_are_a_tree(tree, width):
     assert torch.equal(first.parents, tree.parents[:, :width]) and torch.equal(first.sources, tree.sources[:, :width])
 
 
-@pytest.mark.parametrize(
-    ("sources", "width"),
-    [
-        ([[0, 1, 1, PADDING], [0, 1, PADDING, PADDING]], 3),
-        ([[0, PADDING, PADDING, PADDING]] * 2, 1),
-        ([[0, 1, 1, 1], [0, PADDING, PADDING, PADDING]], 4),
-    ],
-)
-def test_trimming_takes_away_what_is_padding_in_every_row(sources, width):
-    tree = tree_of([[1, 2, 3, 4]] * 2, [[0, 0, 0, 0]] * 2, sources)
-    trimmed = tree.trimmed()
-    assert trimmed.width == width
-    assert trimmed.sources.tolist() == [row[:width] for row in sources]
-
-
-class Never:
-    """A constraint that forbids some tokens wherever they come."""
-
-    error = None
-
-    def __init__(self, *forbidden):
-        self._forbidden = set(forbidden)
-
-    def num_allowed(self, tokens):
-        return next((place for place, token in enumerate(tokens) if token in self._forbidden), len(tokens))
-
-
-def test_a_pruned_tree_has_the_paths_that_its_constraint_allows():
-    for seed in range(20):
-        tree = random_tree(random.Random(seed), [3, 4, 5], 12, 6)
-        found = pruned(tree, [Never(1, 2), None, Never(4)], [True, True, False])
-        assert_is_tree(found)
-        paths = [token_paths(tree, row) for row in range(3)]
-        allowed = [path for path in paths[0] if not {1, 2} & set(path)]
-        assert sorted(token_paths(found, 0)) == sorted(allowed)
-        assert sorted(token_paths(found, 1)) == sorted(paths[1])
-        assert token_paths(found, 2) == [()], "a row that does not speculate has its root alone"
+@given(trees())
+def test_nodes_are_counted_by_source(tree):
+    most = int(tree.sources.max())
+    assert tree.counts_by_source == [[row.count(n) for n in range(most + 1)] for row in tree.sources.tolist()]
+    assert tree.num_nodes == [sum(source > 0 for source in row) for row in tree.sources.tolist()]

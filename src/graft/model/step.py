@@ -6,7 +6,6 @@ step, and its parent's place. The rows' committed tokens are in pages (`kv_cache
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graft.model.kv_cache import PAGE, Row
-from graft.tree.native import native, plain
+from graft.tree.device import c_kernels
 from graft.tree.tree import DraftTree
 
 LONG_TEXT = 16_384  # tokens; the scheduler makes smaller steps when a row's text is longer
@@ -70,20 +69,8 @@ class FlatStep:
     def _add_tree(self, tree: DraftTree) -> None:
         num_rows, width = tree.tokens.shape
         index = torch.empty(num_rows, width, dtype=torch.int64)
-        tokens, parents, sources = (plain(column) for column in (tree.tokens, tree.parents, tree.sources))
-        total = ctypes.c_int64()
-        native().graft_flatten_trees(
-            num_rows,
-            width,
-            *(column.data_ptr() for column in (tokens, parents, sources)),
-            self.columns.shape[1],
-            self.columns.ctypes.data,
-            self.by_row[0].ctypes.data,
-            self.by_row[1].ctypes.data,
-            index.data_ptr(),
-            ctypes.addressof(total),
-        )
-        self.num_tokens = total.value
+        columns = (tree.tokens, tree.parents, tree.sources, self.columns, self.by_row)
+        self.num_tokens = c_kernels.flatten_trees(*columns, index)
         self.tree = Part(tree.tokens, index, self.by_row[1, :num_rows].tolist())
 
     def _add_chunk(self, number: int, given: Sequence[int]) -> None:

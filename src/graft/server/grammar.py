@@ -160,11 +160,6 @@ class GrammarConstraint:
         if not self._ended and self.error is None and not self._ask(lambda: self._matcher.consume_token(token)):
             self._has_failed()
 
-    def num_allowed(self, tokens: Sequence[int]) -> int:
-        if self.error is not None:
-            return 0
-        return self._ask(lambda: int(self._matcher.validate_tokens(list(tokens)))) or 0
-
     def masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> dict[int, str]:
         out[:] = -1
         failures: dict[int, str] = {}

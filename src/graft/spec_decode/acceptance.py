@@ -8,28 +8,13 @@ plain decoding (a tree of one node).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from graft.tree.tree import ROOT, DraftTree
-
 if TYPE_CHECKING:
     from graft.model.sampler import Chooser
-    from graft.model.verified import VerifyOutput
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The accepted path of every row, and its new tokens."""
-
-    nodes: list[list[int]]  # accepted tree nodes on the path, without the root
-    tokens: list[list[int]]  # the new tokens: those of the accepted nodes, then the target's own
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 def walk_step(
@@ -63,32 +48,3 @@ def walk_step(
                 nodes[row].append(child)
                 at[row] = starts[row] + child
     return tokens, nodes
-
-
-def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Accepted:
-    """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
-    logits, index = verified.logits, verified.index.tolist()
-    num_rows, children = len(tree.tokens), _children(tree)
-    accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
-    node, walking = [0] * num_rows, [True] * num_rows
-    while any(walking):
-        places = [own[at] for own, at in zip(index, node, strict=True)]
-        tokens = chooser.choose(logits[places], walking).tolist()
-        for row in (row for row in range(num_rows) if walking[row]):
-            accepted.tokens[row].append(tokens[row])
-            child = children[row].get((node[row], tokens[row]))
-            if child is None:
-                walking[row] = False
-            else:
-                accepted.nodes[row].append(child)
-                node[row] = child
-    return accepted
-
-
-def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """By row: {(parent, token): node}; the first of equal children."""
-    columns = (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
-    return [
-        {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}
-        for tokens, parents, sources in zip(*columns, strict=True)
-    ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graft.model.noise import NOT_SAMPLED, NUM_KINDS
-from graft.tree.candidates import AGREED, ALONE, Candidates
+from graft.tree.device.buffers import AGREED
 from graft.tree.tree import ROOT
 
 _PRIOR_WEIGHT = 16.0  # observations that a prior counts for
@@ -47,24 +47,15 @@ class Calibration:
         self._probs: Tensor | None = None
         self.is_frozen = False  # whether `add` learns nothing
 
-    def probability(self, sources: Tensor, score_bucket: Tensor) -> Tensor:
-        """P(accepted | parent accepted) of proposals by a single source."""
-        return self.acceptance_probs[ALONE, sources, score_bucket]
-
     @property
     def acceptance_probs(self) -> Tensor:
         """P(accepted | parent accepted), [kinds * agreements, sources, buckets]; the first kind is greedy.
 
-        It is the same tensor until the next `observe`.
+        It is the same tensor until the next `add`.
         """
         if self._probs is None:
             self._probs = self._fitted / self._tried
         return self._probs
-
-    def observe(self, candidates: Candidates, emitted: Sequence[Sequence[int]]) -> None:
-        """Count every proposal whose parent's path was emitted, verified or not."""
-        candidates.count(emitted, self._tried, self._fitted, _MEMORY)
-        self._probs = None
 
     def to(self, device: torch.device) -> Calibration:
         """Move to a device, where `add` may run inside a CUDA graph."""

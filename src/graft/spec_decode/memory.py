@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
-from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.sources import TABLES
+from graft.spec_decode.states import named, part_of
 from graft.tree.device.buffers import NO_TOKEN, NUM_SUCCESSORS, Tables
 
 PAST_TOKENS = 1 << 18  # tokens of finished texts to search for copies

@@ -1,6 +1,6 @@
 """DraftTree: a batch of token trees, ready to be verified, as plain tensors.
 
-Policies make trees from `candidates`, and `model.runner` verifies them.
+Rounds describe what they verified by them, and `model.runner` verifies those of the host.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-
-from graft.tree.native import native, plain
 
 PADDING = -1  # source of a place without a node
 ROOT = 0  # source of the root; proposers are numbered from 1
@@ -67,11 +65,8 @@ class DraftTree:
     @cached_property
     def counts_by_source(self) -> list[list[int]]:
         """By row: the number of nodes of each source, the root first."""
-        sources, library = plain(self.sources), native()
-        num_sources = int(sources.max()) + 1
-        counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
-        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
-        return counts.tolist()
+        numbers = range(int(self.sources.max()) + 1)
+        return [[row.count(number) for number in numbers] for row in self.source_lists]
 
     @cached_property
     def num_nodes(self) -> list[int]:
@@ -88,10 +83,6 @@ class DraftTree:
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
-
-    def trimmed(self) -> DraftTree:
-        """The trees without trailing places that are padding in all rows."""
-        return self.first(int(self.valid.sum(dim=1).max()))
 
     def first(self, width: int) -> DraftTree:
         """The first `width` nodes of each tree."""

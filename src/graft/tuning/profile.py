@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from graft.device_info import device_name
 from graft.files import replacing
-from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.states import named, part_of
 from graft.tuning.profile_header import FORMAT, opened, read_header, read_speeds
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,9 +12,15 @@ from graft.model import TargetRunner
 from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.base import History, salt_of
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.device.fixed import FixedTree
+
+
+class Owned(Protocol):
+    """A text, as isolation tells texts apart."""
+
+    number: int  # unique among all texts
+    owner: int | None  # isolated texts of one owner learn from each other; None: no owner
 
 
 class Policy(ABC):
@@ -54,5 +61,8 @@ class Policy(ABC):
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
         """Restore costs from `costs`, made on this machine, so that they need not be measured again."""
 
-    def salt_of(self, history: History) -> int:
-        return salt_of(history, self.isolated)
+    def salt_of(self, text: Owned) -> int:
+        """The salt of a text's table entries: 0 if all texts share them, else its owner or its own number."""
+        if not self.isolated:
+            return 0
+        return text.number if text.owner is None else text.owner

@@ -17,9 +17,9 @@ from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.sources import TABLES, calibrated
+from graft.spec_decode.states import named, part_of
 from graft.spec_decode.step_times import StepTimes, time_pass, time_step, usual_shape
 
 

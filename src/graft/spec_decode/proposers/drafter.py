@@ -13,7 +13,7 @@ from torch import Tensor
 from graft.model.noise import ComingDraws
 from graft.model.verified import top_probabilities
 from graft.settings import Settings, check_size
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 
 if TYPE_CHECKING:
     from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput

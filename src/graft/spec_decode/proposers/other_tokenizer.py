@@ -28,7 +28,7 @@ from graft.spec_decode.proposers.text_alignment import (
     VocabularyPair,
     as_target_tokens,
 )
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 
 _TOKENS_PER_DRAFT = 2  # the most target tokens per drafted token; enough in practice
 _LEAST_REACH = 0.05  # stop drafting below this probability that one of the beams is right

@@ -19,7 +19,7 @@ from graft.model.attention import RowKeys, Visibility
 from graft.model.noise import ComingDraws
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 
 
 @dataclass(eq=False)

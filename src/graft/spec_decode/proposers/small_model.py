@@ -21,7 +21,7 @@ from graft.model.noise import ComingDraws
 from graft.model.support import check_supported
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings, likeliest
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 from graft.tree.tree import DraftTree
 
 MAX_PENDING = 256  # tokens of a row that may wait for the next draft pass

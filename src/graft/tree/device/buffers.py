@@ -18,6 +18,7 @@ from graft.hashing import mix64
 NUM_BUCKETS = 16  # of probabilities, two per halving
 NUM_SUCCESSORS = 8  # per table row
 NUM_TABLES = 3  # of 3-grams, 2-grams and 1-grams
+ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers; see `ranking.merge`
 NO_TOKEN = -1  # stands where a text has no earlier token
 MAX_OCCURRENCES = 12  # the latest occurrences of a pair of tokens, which are compared further back
 MAX_MATCH = 24  # the longest match, in tokens

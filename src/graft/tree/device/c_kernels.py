@@ -12,11 +12,12 @@ from ctypes import c_int64, c_void_p
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
-from graft.tree.native import HERE, load_library
+from graft.tree.native import HERE, load_library, plain
 
 
 def _fields(**kinds: str) -> tuple[tuple[str, Any], ...]:
@@ -78,6 +79,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_count": [*_POINTER * 4, *_NUMBER, *_POINTER, *_NUMBER * 3, *_POINTER * 2],
     "graft_learn": [*_POINTER, *_NUMBER * 2, *_POINTER * 5, *_NUMBER, *_POINTER * 3, *_NUMBER],
     "graft_grow": [*_NUMBER * 3, *_POINTER * 3, *_NUMBER * 2, *_POINTER * 5],
+    "graft_flatten_trees": [*_NUMBER * 2, *_POINTER * 3, *_NUMBER, *_POINTER * 5],
 }
 
 
@@ -412,3 +414,25 @@ def grow(tokens: Tensor, probabilities: Tensor, entries: Tensor, num_levels: int
     addresses = (_at(table[0]), _at(table[1], torch.float32), _at(table[2]))
     columns = (_at(part) for part in trees.numbers)
     _library().graft_grow(*tokens.shape, *addresses, num_levels, trees.numbers.shape[2], *columns)
+
+
+def flatten_trees(
+    tokens: Tensor, parents: Tensor, sources: Tensor, columns: np.ndarray, by_row: np.ndarray, index: Tensor
+) -> int:
+    """Lay out trees [B, W] that the host has, without padding; Triton has no such kernel. Returns the step's tokens.
+
+    columns [6, room], by_row [2 or more, B or more] and index [B, W], the step's token of each node, are written.
+    """
+    given = [plain(column) for column in (tokens, parents, sources)]
+    total = c_int64()
+    _library().graft_flatten_trees(
+        *tokens.shape,
+        *(column.data_ptr() for column in given),
+        columns.shape[1],
+        columns.ctypes.data,
+        by_row[0].ctypes.data,
+        by_row[1].ctypes.data,
+        index.data_ptr(),
+        ctypes.addressof(total),
+    )
+    return total.value

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.tree.device import buffers
 from graft.tree.device.buffers import Draws
 
-ALONE, OPPOSED, AGREED = (tl.constexpr(value) for value in range(3))  # agreement of a node's proposers
+ALONE, OPPOSED, AGREED = map(tl.constexpr, (buffers.ALONE, buffers.OPPOSED, buffers.AGREED))
 _SURE = tl.constexpr(0.999)  # the highest acceptance probability, so that a node always ranks after its parent
 _LEAST = tl.constexpr(1e-30)  # a path less likely than this is padding
 

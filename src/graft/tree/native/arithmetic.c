@@ -32,18 +32,6 @@ static int64_t bucket_of(double probability) {
     return NUM_BUCKETS - 1;
 }
 
-/* Top-k: indices of the `count` highest values, best first; among equals, the first index wins. */
-static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < num_values && count > 0; i++) {
-        float value = values[i];
-        if (found == count && !(value > values[places[count - 1]])) continue;
-        int64_t at = found < count ? found++ : count - 1;
-        for (; at > 0 && values[places[at - 1]] < value; at--) places[at] = places[at - 1];
-        places[at] = i;
-    }
-}
-
 static uint64_t mix64(uint64_t x) {
     x += UINT64_C(0x9E3779B97F4A7C15);
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);

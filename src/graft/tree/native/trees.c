@@ -1,4 +1,4 @@
-/* Trees: flat steps, best-first trees, and counts of nodes. */
+/* Trees of a host as a flat step. */
 
 /* Lays out trees [num_rows][width] one after the other, as a flat step has them, without each row's trailing padding.
    columns: written, [6][room]: tokens, parents (places in the row's own tree), places, depths, rows, numbers in strips.
@@ -17,7 +17,7 @@ int graft_flatten_trees(
         for (int64_t i = 0; i < width; i++) {
             int64_t parent = parents[first + i];
             index[first + i] = start;
-            if (i > 0 && sources[first + i] == PADDING) continue;
+            if (i > 0 && sources[first + i] < 0) continue;
             if (at >= room || at - start != i || parent < 0 || (i > 0 && parent >= i)) return OUT_OF_RANGE;
             index[first + i] = at;
             flat_tokens[at] = (int32_t)tokens[first + i];
@@ -36,19 +36,5 @@ int graft_flatten_trees(
         counts[r] = (int32_t)(at - start);
     }
     *total = at;
-    return OK;
-}
-
-/* Counts nodes by source in trees [num_rows][width]. counts: written, [num_rows][num_sources] */
-int graft_count_sources(
-    int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
-    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources) {
-        for (int64_t s = 0; s < num_sources; s++) counts[s] = 0;
-        for (int64_t i = 0; i < width; i++) {
-            if (sources[i] == PADDING) continue;
-            if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
-            counts[sources[i]]++;
-        }
-    }
     return OK;
 }

@@ -30,9 +30,8 @@ from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
 from graft.spec_decode.proposers.drafter import PassesOnDevice
 from graft.spec_decode.proposers.eager import DraftRow
-from graft.tree.candidates import Level
 from graft.tree.device import best_first
-from graft.tree.device.buffers import DraftDraws, Trees
+from graft.tree.device.buffers import DraftDraws, Level, Trees
 
 
 class Shape(NamedTuple):

@@ -29,7 +29,7 @@ from graft.spec_decode.proposers.block.tree import (
 )
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
-from graft.tree.candidates import Level
+from graft.tree.device.buffers import Level
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # with more than 8 rows, there are at most 128 beams in all
 
