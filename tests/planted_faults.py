@@ -338,6 +338,11 @@ _FAULTS = r"""
 # isolation: texts without an owner share what they teach the tables
 -return text.number if text.owner is None else text.owner
 +return text.owner or 0
+= src/graft/engine/round_memory.py
+! test_policies.py::test_where_texts_are_isolated_answers_of_a_group_copy_each_other_only_if_they_have_an_owner
+# isolation: answers of a group that is nobody's copy each other
+-return 0 if is_alone else sequence.group or 0
++return sequence.group or 0
 = src/graft/spec_decode/policies/graft.py
 ! test_rounds.py::test_a_round_shows_of_other_prompts_texts_what_was_accepted_and_no_more
 # isolation: finished texts do not count as other users'

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from graft import Engine
+from graft import Engine, SamplingSettings
 from graft.bench.baselines import BASELINES
 from graft.engine import direct_rounds
 from graft.engine.flight import Flight
@@ -13,6 +13,7 @@ from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.host_passes import add_passes
+from graft.tree.device.round import DeviceRound
 from heads import make_head
 from tiny import tiny_model
 
@@ -125,3 +126,23 @@ def test_isolated_texts_learn_nothing_from_each_other():
     shared = engine_for("graft")
     shared.generate(PROMPTS[0], **GREEDY)
     assert "past" in shared.generate(PROMPTS[0], **GREEDY).stats.proposed_by_source
+
+
+@pytest.mark.parametrize(("isolated", "owner", "is_seen"), [(False, None, True), (True, None, False), (True, 3, True)])
+def test_where_texts_are_isolated_answers_of_a_group_copy_each_other_only_if_they_have_an_owner(
+    monkeypatch, isolated, owner, is_seen
+):
+    groups, propose = [], DeviceRound.propose
+
+    def watched(self, *given, **choices):
+        groups.append(self.inputs["groups"][:2].tolist())
+        return propose(self, *given, **choices)
+
+    monkeypatch.setattr(DeviceRound, "propose", watched)
+    engine = Engine(tiny_model(), budget=6, isolated=isolated)
+    sequences = [engine.new_sequences([5, 6, 7], SamplingSettings(max_new_tokens=3))[0] for _ in range(2)]
+    for sequence in sequences:
+        sequence.owner, sequence.group = owner, 1
+    for _ in engine.rounds(sequences):
+        pass
+    assert groups[0] == [int(is_seen)] * 2

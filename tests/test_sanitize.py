@@ -30,7 +30,7 @@ def test_no_compiler_gets_one_line(monkeypatch, capfd):
 
 
 FAULTS = {
-    "heap-buffer-overflow": "graft_flatten_trees(1, 8, *[at] * 3, 8, *[at] * 5)",
+    "heap-buffer-overflow": "graft_flatten_trees(1, 1, *[at] * 3, 1, *[at] * 5)",
     "null pointer": "graft_flatten_trees(1, 1, at, None, at, 1, *[at] * 5)",
 }
 

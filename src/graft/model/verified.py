@@ -29,21 +29,6 @@ class VerifyOutput:
     highest: tuple[Tensor, Tensor] | None = None
     is_captured: bool = False  # whether it is a captured step, whose output is always at the same address
 
-    def likeliest(self) -> tuple[Tensor, Tensor]:
-        """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
-        # A part's tokens are consecutive in the step.
-        first, end = int(self.index[0, 0]), int(self.index[-1, 0]) + self.counts[-1]
-        if self.highest is not None:
-            tokens, logits = (part[first:end] for part in self.highest)
-        else:
-            tokens, logits = top_logits(self.logits[first:end])
-        return _at(tokens.cpu().int(), self.index - first), _at(logits.cpu(), self.index - first)
-
-
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values [T, k] at index [B, W]: [B, W, k]."""
-    return values.index_select(0, index.flatten()).view(*index.shape, -1)
-
 
 def top_logits(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
     """The top k of logits [..., V], or all if there are fewer: tokens and logits."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 PADDING = -1  # source of a place without a node
 ROOT = 0  # source of the root; proposers are numbered from 1
-DRAFTED = ROOT + 1  # source of the drafter, if there is one
 
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
