@@ -40,6 +40,7 @@ apicid\t\t: {0}
 """
 MOUNT = """
 mount -t proc proc "$0/proc"
+mount -t sysfs sys "$0/sys"
 if [ -e "$0/cpuinfo" ]; then mount --bind "$0/cpuinfo" "$0/proc/cpuinfo"; fi
 exec chroot "$0" "$@"
 """

@@ -253,6 +253,32 @@ class Candidates:
 
     # Copies
 
+    def _add_successor(self, row, tables, parent, rank, chance, source):
+        entries = None
+        if self.rows[row][parent].path > 0:
+            _, entries = tables.longest_known(*self._context(row, parent), self.salts[row])
+        known = entries is not None and rank < len(entries)
+        self._add(row, entries[rank][0] if known else 0, parent, chance if known else 0.0, source, 0)
+
+    def fill(self, tables, templates, chance, source, max_depth):
+        start = self.width
+        for row, template in enumerate(templates):
+            for parent, rank, depth in template:
+                if depth <= max_depth:
+                    self._add_successor(row, tables, start + parent - 1 if parent else 0, rank, chance, source)
+        self._pad(source)
+
+    def extend_leaf(self, tables, chance, source, max_depth):
+        for row, nodes in enumerate(self.rows):
+            with_children = {node.parent for node in nodes if node.path > 0}
+            reached = [
+                node.path if place not in with_children and len(node.words) < max_depth else 0.0
+                for place, node in enumerate(nodes)
+            ]
+            (leaf,) = highest(reached, 1)
+            is_leaf = reached[leaf] > 0
+            self._add_successor(row, tables, leaf if is_leaf else 0, 0, chance if is_leaf else 0.0, source)
+
     def attach_copies(self, own, past, beside, first, chances, num_places, max_depth, length, num_nodes):
         """own: each row's text; past, beside: by row, texts, and those beside each with the tokens of its prompt."""
         for row, places in enumerate(self.places(num_places, max_depth)):

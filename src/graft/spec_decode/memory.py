@@ -50,13 +50,13 @@ class PastTexts:
         self.end.copy_(send([self._written, max(self._written - size, 0)], torch.int64))
 
     def texts(self) -> list[list[int]]:
-        """All of them, without the oldest one if a part of it was overwritten."""
+        """All of them, without the oldest one if a part of it may have been overwritten."""
         size = len(self.tokens)
         first = max(self._written - size, 0)
         places = torch.arange(first, self._written, device=self.tokens.device) % size
         tokens = self.tokens[places].tolist()
         texts = [list(group) for is_text, group in itertools.groupby(tokens, lambda token: token >= 0) if is_text]
-        return texts[1:] if first else texts
+        return texts[1:] if first and tokens[0] >= 0 else texts
 
     def clear(self) -> None:
         self._written = 0
