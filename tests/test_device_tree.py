@@ -271,8 +271,9 @@ def table(rng, num_rows, num_slots, num_tokens, num_parents=3, num_children=4):
 
 def grown(kernels, table, num_levels, num_nodes):
     """The best-first trees, by a kernel."""
-    trees = Trees(torch.full((5, len(table.tokens), num_nodes), 77, dtype=torch.int32, device=DEVICE))
-    kernels.grow(*(part.to(DEVICE) for part in table), num_levels, trees)
+    device = torch.device("cpu") if kernels is c_kernels else DEVICE
+    trees = Trees(torch.full((5, len(table.tokens), num_nodes), 77, dtype=torch.int32, device=device))
+    kernels.grow(*(part.to(device) for part in table), num_levels, trees)
     return Trees(trees.numbers.cpu())
 
 
@@ -299,6 +300,8 @@ MORE = [*((seed, 3, False) for seed in range(5, 40)), *((seed, 1, True) for seed
     ],
 )
 def test_a_round_is_that_of_the_reference(kernels, seed, num_passes, has_block):
+    if kernels is c_kernels and DEVICE.type != "cpu":
+        pytest.skip("C reads a CPU's tensors, and here they are on a GPU")
     case = Case(seed, num_passes, has_block)
     device = OnDevice(case, kernels)
     made, reach = case.expected(device.shape)
