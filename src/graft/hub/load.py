@@ -107,17 +107,6 @@ def _announce_unpacking(config: PreTrainedConfig, name: str, source: Path | str,
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model called `name`, without its weights."""
-    source = _source(name)
-    try:
-        with quiet_transformers() if isinstance(source, Path) else nullcontext():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except _LOADING_ERRORS as error:
-        raise ModelError(f"cannot load the tokenizer of {name}: {_reason(source, error)}") from error
-    return tokenizer
-
-
 def load_config(name: str) -> PreTrainedConfig:
     """The config of the model called `name`; its weights are not read."""
     source = _source(name)

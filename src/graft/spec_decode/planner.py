@@ -93,10 +93,8 @@ class Planner:
         """num_passes: the most draft passes of a round. calibration: None: q is the acceptance probability, and nothing
         is learned. sees_candidates: whether `choose` is called in every round.
 
-
-        fixed: nodes of every row in every round; the step is
-        then the unit of time, and `pass_cost` the cost of a pass. fixed_passes: draft passes of every round. None: what
-        pays.
+        fixed: nodes of every row in every round; the step is then the unit of time, and `pass_cost` the cost of a pass.
+        fixed_passes: draft passes of every round. None: what pays.
         """
         self.steps, self.num_passes, self.fixed, self.pass_cost = steps, num_passes, fixed, pass_cost
         self.fixed_passes = min(fixed_passes, num_passes) if fixed_passes is not None else None
