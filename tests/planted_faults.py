@@ -647,8 +647,8 @@ _FAULTS = r"""
 = src/graft/engine/adjustments.py
 ! test_adjust.py::test_grammars_leave_the_tokens_that_they_allow_after_each_node[0]
 # adjustments: nodes have each other's masks
--range(end, end + count)
-+range(end + count - 1, end - 1, -1)
+-] = own.numbers
++] = own.numbers[::-1]
 ! test_row_rounds.py::test_penalties_of_preempted_and_joining_rows_count_the_whole_answer
 # adjustments: the answer so far of a preempted row is forgotten
 -np.bincount(answer, minlength
@@ -703,11 +703,11 @@ _FAULTS = r"""
 -    own = logits.gather(1, chosen[:num_tokens, None].long())
 +    own = logits.gather(1, chosen[1 : num_tokens + 1, None].long())
 = src/graft/server/grammar.py
-! test_row_rounds.py::test_the_masks_of_a_tree_are_those_of_each_path_by_itself
+! test_row_rounds.py::test_the_masks_of_trees_are_those_of_each_path_by_itself
 # grammar: a node has the mask of its sibling's child
--                    matcher.rollback(1)
--                    path.pop()
-+                    path.pop()
+-            self._matcher.rollback(1)
+-            path.pop()
++            path.pop()
 """
 
 

@@ -24,6 +24,7 @@ from graft import SamplingSettings
 from graft.engine.adjustments import Adjusted, Adjustments
 from graft.engine.staging import Staging
 from graft.model.cuda_graphs import StepBuffers
+from graft.model.grammar import TreeMasks
 from graft.model.kv_cache import Row
 from graft.model.sampler import Sampler
 from graft.request.sequence import Sequence
@@ -190,19 +191,22 @@ class Modulo:
     def __init__(self, last):
         self._last = last
 
-    def masks(self, tokens, parents, out):
-        out[:] = -1
-        last, failures, is_open = [self._last, *tokens[1:]], {}, []
-        for node, parent in enumerate(parents):
-            is_next = not node or (is_open[parent] and (last[node] - last[parent]) % VOCAB < 3)
-            is_open.append(is_next and last[node] != 11)
-            if is_next and last[node] == 11:
-                failures[node] = "no more"
-            elif is_next:
-                flags = np.zeros(out.shape[1] * 32, dtype=np.uint8)
-                flags[[(last[node] + more) % VOCAB for more in range(3)]] = 1
-                out[node] = np.packbits(flags, bitorder="little").view(np.int32)
-        return failures
+    @staticmethod
+    def masks(trees, out):
+        found, count = [], itertools.count()
+        for constraint, tokens, parents in trees:
+            last, own = [constraint._last, *tokens[1:]], TreeMasks([], {})
+            for node, parent in enumerate(parents):
+                is_next = not node or (own.numbers[parent] >= 0 and (last[node] - last[parent]) % VOCAB < 3)
+                own.numbers.append(next(count) if is_next and last[node] != 11 else -1)
+                if is_next and last[node] == 11:
+                    own.failures[node] = "no more"
+                elif is_next:
+                    flags = np.zeros(out.shape[1] * 32, dtype=np.uint8)
+                    flags[[(last[node] + more) % VOCAB for more in range(3)]] = 1
+                    out[own.numbers[node]] = np.packbits(flags, bitorder="little").view(np.int32)
+            found.append(own)
+        return found
 
 
 def allowed_after(tokens):

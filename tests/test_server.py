@@ -562,6 +562,7 @@ def test_a_grammar_that_panics_ends_its_answer_alone(name):
     matcher = type("Matcher", (), {n: lambda self, *given: b"\xff" * 8 for n in dir(LLMatcher) if n[0] != "_"})()
     matcher.is_stopped = matcher.is_error = lambda: False
     matcher.consume_token = lambda token: True
+    matcher.deep_copy = lambda: matcher
     setattr(matcher, name, panic)
     constraint = grammar.GrammarConstraint(matcher)
     constraint.mask(torch.zeros(60))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,18 +18,16 @@ import torch
 from torch import Tensor
 
 from graft.engine.staging import Landing, Staging
-from graft.machine import num_cores
 from graft.model import Row
 from graft.model.captures import Event, pinned_zeros, round_up
 from graft.model.cuda_graphs import StepBuffers
-from graft.model.grammar import NOTHING_LEFT, Constraint
+from graft.model.grammar import NOTHING_LEFT, GrammarTree
 from graft.model.kernels import adjust as kernels
 from graft.model.sampler import is_adjusted
 from graft.request.sequence import Sequence as TokenSequence
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, RoundShape
 
 _FIRST_SLOTS = 8
-_MOST_THREADS = 8  # that compute masks
 
 
 class Trees(NamedTuple):
@@ -40,12 +37,12 @@ class Trees(NamedTuple):
     shape: RoundShape
     arrived: Event
 
-    def of_row(self, row: int) -> tuple[int, list[int], list[int]]:
-        """The row's first token in the step, its tokens and its parents."""
+    def by_row(self) -> list[tuple[int, list[int], list[int]]]:
+        """Each row's first token in the step, its tokens and its parents."""
         size, rows = self.shape.tokens, self.shape.rows
-        start, count = (int(self.numbers[2 * size + part * rows + row]) for part in range(2))
-        tokens, parents = (self.numbers[part * size + start :][:count].tolist() for part in range(2))
-        return start, tokens, parents
+        numbers = self.numbers.tolist()
+        spans = zip(numbers[2 * size : 2 * size + rows], numbers[2 * size + rows :], strict=True)
+        return [(start, numbers[start : start + n], numbers[size + start : size + start + n]) for start, n in spans]
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,6 @@ class Adjustments:
         shape = (MAX_TREE_TOKENS, -(-self._vocab_size // kernels.MASK_BITS))
         host = pinned_zeros(shape, torch.int32, self._device)
         return host, host.to(self._device)
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(num_cores(), _MOST_THREADS), thread_name_prefix="graft-masks")
 
     def memory(self) -> int:
         """Bytes on the device."""
@@ -151,9 +144,9 @@ class Adjustments:
         has_slots = any(slot >= 0 for slot in slots)
         if not has_slots and trees is None:
             return Adjusted()
+        of_rows = self._send_rows(sequences, slots, shape.rows)
         masks, failures = self._masks(sequences, trees) if trees is not None else (self._no_masks, {})
         inputs = buffers.logits[: shape.tokens], buffers.columns[:, : shape.tokens], buffers.by_row
-        of_rows = self._send_rows(sequences, slots, shape.rows)
         kernels.adjust(*inputs, of_rows, self._state, masks)
         return Adjusted(of_rows.slots[: shape.rows] if has_slots else None, failures)
 
@@ -183,40 +176,43 @@ class Adjustments:
     ) -> tuple[kernels.Masks, dict[int, dict[int, str]]]:
         """The masks of all rows with grammars, and where grammars fail."""
         host, there = self._bits
+        out = host.numpy()
         trees.arrived.wait()
         self._sent.wait()
-        numbers, work, end = np.full(trees.shape.tokens, -1, dtype=np.int32), [], 0
-        for row, sequence in enumerate(sequences):
-            constraint = sequence.constraint
-            if constraint is None or constraint.error is not None or sequence.finish_reason is not None:
-                continue
-            start, tokens, parents = trees.of_row(row)
-            count = len(tokens)
-            numbers[start : start + count] = range(end, end + count)
-            work.append((row, sequence, constraint, tokens, parents, host[end : end + count].numpy()))
-            end += count
-        if len(work) > 1:
-            found = list(self._threads.map(lambda one: _masks_of(*one[1:]), work))
-        else:
-            found = [_masks_of(*one[1:]) for one in work]
+        by_row = trees.by_row()
+        asked = {
+            row: GrammarTree(sequence.constraint, *by_row[row][1:])
+            for row, sequence in enumerate(sequences)
+            if sequence.constraint is not None and sequence.finish_reason is None
+        }
+        found = next(iter(asked.values())).constraint.masks([*asked.values()], out) if asked else []
+        numbers, failures = np.full(trees.shape.tokens, -1, dtype=np.int32), {}
+        for (row, tree), own in zip(asked.items(), found, strict=True):
+            start = by_row[row][0]
+            numbers[start : start + len(own.numbers)] = own.numbers
+            failures[row] = _without_tokens(sequences[row], tree.parents, own.numbers, out) | own.failures
+        end = int(numbers.max()) + 1
         there[:end].copy_(host[:end], non_blocking=True)
         self._sent.record()
-        failures = {one[0]: failed for one, failed in zip(work, found, strict=True)}
         return kernels.Masks(self._staging.send(numbers), there), failures
 
 
-def _masks_of(
-    sequence: TokenSequence, constraint: Constraint, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray
+def _without_tokens(
+    sequence: TokenSequence, parents: Sequence[int], numbers: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
-    """Write the masks of a row's tree. Returns the nodes after which no token is left, and those of `masks`."""
-    failures = constraint.masks(tokens, parents, out)
-    settings, depths = sequence.settings, [0] * len(tokens)
-    banned = _bits_of((token for token, bias in settings.logit_bias.items() if bias == -math.inf), out.shape[1])
+    """The nodes after which the row's other settings forbid every token that its grammar allows."""
+    settings, depths, failures = sequence.settings, [0] * len(parents), dict[int, str]()
+    bans, num_early = (
+        [t for t, bias in settings.logit_bias.items() if bias == -math.inf],
+        settings.min_tokens - sequence.num_new,
+    )
+    if not bans and num_early <= 0:
+        return failures
+    banned = _bits_of(bans, out.shape[1])
     without_ends = banned | _bits_of(sequence.endings, out.shape[1])
-    for node, parent in enumerate(parents):
+    for node, (parent, number) in enumerate(zip(parents, numbers, strict=True)):
         depths[node] = depths[parent] + 1 if node else 0
-        is_too_early = sequence.num_new + depths[node] < settings.min_tokens
-        if node not in failures and not (out[node] & ~(without_ends if is_too_early else banned)).any():
+        if number >= 0 and not (out[number] & ~(without_ends if depths[node] < num_early else banned)).any():
             failures[node] = NOTHING_LEFT
     return failures
 

@@ -7,7 +7,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -28,18 +28,32 @@ class Constraint(Protocol):
         """Advance by one token of the answer."""
         ...
 
-    def masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> dict[int, str]:
-        """Write which tokens are allowed after each node of a tree, as bits of out [N, words] int32.
+    @staticmethod
+    def masks(trees: Sequence[GrammarTree], out: np.ndarray) -> list[TreeMasks]:
+        """Write which tokens are allowed after the nodes of all these trees, as bits of out [N, words] int32.
 
-        Node 0 is the root, which is taken already; a node comes after its parent. After a node that is forbidden all
-        tokens are allowed, since no walk gets there. Returns the reason by node where the grammar fails. The state does
-        not change.
+        No grammar's state changes.
         """
         ...
 
     def fail(self, reason: str) -> None:
         """Set the error."""
         ...
+
+
+class GrammarTree(NamedTuple):
+    """A tree of a row with a grammar. Node 0 is the root, which is taken already; a node comes after its parent."""
+
+    constraint: Any
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+class TreeMasks(NamedTuple):
+    """The masks of a tree. After a node that is forbidden all tokens are allowed, since no walk gets there."""
+
+    numbers: list[int]  # the mask of each node; -1: all tokens are allowed
+    failures: dict[int, str]  # by node, why the grammar fails there
 
 
 def depth_first(parents: Sequence[int]) -> Iterator[int]:

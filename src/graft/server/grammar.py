@@ -8,29 +8,36 @@ threads are taken that way, further schemas are refused; requests without a sche
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from llguidance.hf import from_tokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 
 from graft.errors import GraftError
-from graft.model.grammar import NOTHING_LEFT, depth_first
+from graft.machine import num_cores
+from graft.model.grammar import NOTHING_LEFT, GrammarTree, TreeMasks, depth_first
 
 # One space where people put one, and none elsewhere: otherwise an unsure model could write spaces for ever.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
 _NUM_THREADS = 2
+_MOST_THREADS = 16  # that compute masks
+# Tokens whose masks are known at once where a string may go on for so many characters.
+_SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (10, 15, 20, 30)] + [r'[^"\\\x00-\x1F\x7F]+']
 _MAX_REASON = 200  # characters of an error
 
 T = TypeVar("T")
@@ -64,7 +71,9 @@ class Grammars:
     """Compiles grammars for one model's tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        self._tokenizer = from_tokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None, slices=_SLICES
+        )
         self._threads = _Threads(_NUM_THREADS)
 
     async def compile(self, spec: GrammarSpec) -> LLMatcher:
@@ -101,7 +110,7 @@ class Grammars:
 
     def constraint(self, grammar: LLMatcher, param: str = "response_format") -> GrammarConstraint:
         """A new answer's state in a grammar. param: the request's field that the grammar comes from."""
-        return GrammarConstraint(grammar.deep_copy(), param)
+        return GrammarConstraint(grammar, param)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token, which may be part of a character."""
@@ -135,7 +144,9 @@ class GrammarConstraint:
     """One answer's state in its grammar; implements the constraint of `graft.model.grammar`."""
 
     def __init__(self, matcher: LLMatcher, param: str = "response_format") -> None:
-        self._matcher, self._param = matcher, param
+        """matcher: the grammar in its start state."""
+        self._start, self._matcher, self._param = matcher, matcher.deep_copy(), param
+        self._taken: list[int] = []
         self._ended = False
         self.error: str | None = None
 
@@ -159,41 +170,56 @@ class GrammarConstraint:
         self._ended = self._ask(lambda: self._matcher.is_stopped()) is True  # then this token ends the answer
         if not self._ended and self.error is None and not self._ask(lambda: self._matcher.consume_token(token)):
             self._has_failed()
+        self._taken.append(token)
 
-    def masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> dict[int, str]:
-        out[:] = -1
-        failures: dict[int, str] = {}
-        if self._ended or self.error is not None:
-            return failures
-        matcher, path = None, list[int]()  # a copy of the state after these nodes' tokens; None: to be made
-        closed = set[int]()  # nodes that no walk reaches, or after which the answer has ended
-        for node in depth_first(parents):
-            if node and parents[node] in closed:
-                closed.add(node)
+    @staticmethod
+    def masks(trees: Sequence[GrammarTree], out: np.ndarray) -> list[TreeMasks]:
+        found = [TreeMasks([-1] * len(tree.tokens), {}) for tree in trees]
+        numbers, errors = itertools.count(), dict[int, str]()
+        walks = [tree.constraint._walk(tree, own, numbers, errors) for tree, own in zip(trees, found, strict=True)]
+        # Each grammar goes to its next node, and then the masks of all are computed together.
+        while work := [asked for walk in walks if (asked := next(walk, None)) is not None]:
+            errors |= _fill(work, out)
+        return found
+
+    def _walk(
+        self, tree: GrammarTree, found: TreeMasks, numbers: Iterator[int], errors: Mapping[int, str]
+    ) -> Iterator[tuple[LLMatcher, int]]:
+        """Go through the nodes that are allowed. At each, ask for the mask of the matcher's state, by its number."""
+        path = list[int]()
+        for node in depth_first(tree.parents) if not self._ended and self.error is None else ():
+            if node and found.numbers[tree.parents[node]] < 0:
                 continue
             try:
-                if matcher is None:
-                    matcher = self._matcher.deep_copy()
-                    matcher.consume_tokens([tokens[taken] for taken in path])
-                while path and path[-1] != parents[node]:
-                    matcher.rollback(1)
-                    path.pop()
-                if node:
-                    if matcher.is_stopped() or not matcher.try_consume_tokens([tokens[node]]):
-                        closed.add(node)
-                        continue
-                    path.append(node)
-                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-                error = str(matcher.get_error()) if matcher.is_error() else None
+                is_allowed, error = self._enter(tree, node, path), None
             except BaseException as panic:  # as in `_ask`
-                error = str(panic)
-            if error is None:
-                out[node] = bits[: out[node].nbytes].view(out.dtype)
-            else:  # the copy cannot be used any more
-                failures[node], matcher = _reason(error), None
-                closed.add(node)
+                is_allowed, error = False, str(panic)
+            if is_allowed:
+                number = next(numbers)
+                yield self._matcher, number
+                error = errors.get(number)
+            if error is not None:  # the matcher cannot be used any more
+                found.failures[node] = _reason(error)
                 path = [taken for taken in path if taken != node]
-        return failures
+                self._ask(partial(self._read_again, [tree.tokens[taken] for taken in path]))
+            elif is_allowed:
+                found.numbers[node] = number
+        self._ask(lambda: self._matcher.rollback(len(path)))
+
+    def _enter(self, tree: GrammarTree, node: int, path: list[int]) -> bool:
+        """Go to a node from the end of a path, both of which change. Returns whether the grammar allows it."""
+        while path and path[-1] != tree.parents[node]:
+            self._matcher.rollback(1)
+            path.pop()
+        if node:
+            if self._matcher.is_stopped() or not self._matcher.try_consume_tokens([tree.tokens[node]]):
+                return False
+            path.append(node)
+        return True
+
+    def _read_again(self, path: list[int]) -> None:
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens([*self._taken, *path])
 
     def _has_failed(self) -> bool:
         if self.error is None and self._ask(lambda: self._matcher.is_error()):
@@ -210,6 +236,25 @@ class GrammarConstraint:
         except BaseException as error:
             self.fail(_reason(str(error)))
             return None
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor(min(num_cores(), _MOST_THREADS))
+
+
+def _fill(work: list[tuple[LLMatcher, int]], out: np.ndarray) -> dict[int, str]:
+    """Write the masks of these states as rows of out, in parallel and without the interpreter lock.
+
+    Returns errors by row. Grammars of one request share a lock of llguidance's, so their masks come one by one.
+    """
+    try:
+        fill_next_token_bitmask_par(_executor(), work, out)
+        return {number: error for matcher, number in work if (error := matcher.get_error())}
+    except BaseException as panic:  # as in `_ask`; nobody knows whose it is
+        if len(work) == 1:
+            return {work[0][1]: str(panic)}
+        return {number: error for one in work for number, error in _fill([one], out).items()}
 
 
 class _Threads:
