@@ -1,11 +1,13 @@
 """Do requests with a penalty, log-probabilities, a JSON schema or a forced tool slow a round of many requests?
 
     python benchmarks/constrained_rows.py --prompts gsm8k.jsonl --as-cost-of llama-8b
+    python benchmarks/constrained_rows.py --prompts gsm8k.jsonl --as-cost-of llama-8b --kinds json,tool --repeat 2
 
 The same `--rows` prompts are decoded together: all free, all of one kind, and half of one kind beside free ones. Every
 tree has `--budget` nodes, so a round of any kind has the same step. Kinds take turns, and the medians over all rounds
-count in which no request joined or ended and no graph was captured. `x free` is a round's time over that of free rows.
-In the mixture, `free ids` says whether the free rows had the texts that they had among themselves, which fp32 promises.
+count in which no request joined or ended and no graph was captured. `x free` is a round's time over that of free rows,
+and `late` how much longer than theirs it lasts after its step, where it waits for masks. In the mixture, `free ids`
+says whether the free rows had the texts that they had among themselves, which fp32 promises.
 
 Grammars ask for more text than is decoded, so no answer ends early. `--kinds` measures some kinds only. A dry run
 decodes a few tokens of two prompts; without a GPU the host makes the rounds, and the times say nothing.
@@ -95,7 +97,7 @@ class Measured:
 def main() -> None:
     options = parse()
     engine = with_budget(make_engine(options), options.budget)
-    grammars = asyncio.run(compiled(engine))
+    grammars = grammars_of(engine)
     count = min(options.rows, len(options.asked(engine)))
     prompts = options.asked(engine)[:count]
     half = count // 2
@@ -110,16 +112,17 @@ def main() -> None:
     if empty := [name for name, own in measured.items() if not own.rounds]:
         sys.exit(f"no round counts of {', '.join(empty)}: ask for more tokens")
     free_texts = [sequence.new_ids for sequence in measured[FREE].sequences]
-    usual = median(measured[FREE].rounds)
-    results = {}
+    free, results = measured[FREE].figures(), {}
     for name, own in measured.items():
         same = [
             s.new_ids == text
             for s, kind, text in zip(own.sequences, batches[name], free_texts, strict=True)
             if kind == FREE
         ]
-        results[name] = own.figures() | {
-            "ratio": median(own.rounds) / usual,
+        figures = own.figures()
+        results[name] = figures | {
+            "ratio": figures["milliseconds"] / free["milliseconds"],
+            "milliseconds_late": figures["accept_milliseconds"] - free["accept_milliseconds"],
             "same_free_ids": all(same) if same else None,
         }
         print(line_of(name, results[name]), flush=True)
@@ -132,17 +135,18 @@ def with_budget(engine: Engine, budget: int) -> Engine:
     return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=engine.drafter)
 
 
-async def compiled(engine: Engine) -> dict[str, Any]:
-    """By kind, a function that makes the constraint of an answer."""
+def grammars_of(engine: Engine) -> dict[str, Any]:
+    """By kind, a function that makes the constraint of an answer, compiled by itself as that of each request."""
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     functions = [Function("store_items", SCHEMA)]
     call = call_grammar(
         FORMATS["hermes"], functions, is_forced=True, max_calls=1, thinks=None, answer=None, marker_ids={}
     )
-    schema = await grammars.compile(GrammarSpec.schema(SCHEMA))
-    tool = await grammars.compile(GrammarSpec("grammar", call, "tools"))
-    made = {"json": schema, "json+logprobs": schema, "tool": tool}
-    return {kind: lambda matcher=matcher: grammars.constraint(matcher) for kind, matcher in made.items()}
+    schema, tool = GrammarSpec.schema(SCHEMA), GrammarSpec("grammar", call, "tools")
+    specs = {"json": schema, "json+logprobs": schema, "tool": tool}
+    return {
+        kind: lambda spec=spec: grammars.constraint(asyncio.run(grammars.compile(spec))) for kind, spec in specs.items()
+    }
 
 
 def run_turn(
@@ -186,6 +190,7 @@ def line_of(name: str, found: dict[str, Any]) -> str:
     device = "/".join(f"{found[f'{phase}_milliseconds']:.2f}" for phase in ("propose", "verify", "accept"))
     return (
         f"{name:22} {found['milliseconds']:8.2f} ms a round  {found['ratio']:6.3f} x free  device {device} ms  "
+        f"late {found['milliseconds_late']:5.2f} ms  "
         f"{found['tokens_per_second']:9.1f} tokens/s  {found['nodes_per_round']:5.1f} nodes  "
         f"{found['mean_accepted']:5.2f} accepted  {found['rounds']} rounds{same}"
     )
