@@ -204,19 +204,19 @@ def constrained_ids(engine, grammars, asked, **options):
 
 
 class Brittle:
-    """A matcher whose masks fail after some tokens: by an error that it keeps, or by a panic."""
+    """A matcher that fails after some tokens: as it takes them, or its masks, by an error that it keeps or a panic."""
 
-    def __init__(self, matcher, bad, panics, taken=()):
-        self._matcher, self._bad, self._panics, self._taken, self._is_broken = matcher, bad, panics, list(taken), False
+    def __init__(self, matcher, bad, fails, taken=()):
+        self._matcher, self._bad, self._fails, self._taken, self._is_broken = matcher, bad, fails, list(taken), False
 
     def deep_copy(self):
         assert not self._is_broken
-        return Brittle(self._matcher.deep_copy(), self._bad, self._panics, self._taken)
+        return Brittle(self._matcher.deep_copy(), self._bad, self._fails, self._taken)
 
     def compute_bitmask(self):
         if self._taken and self._taken[-1] in self._bad:
             self._is_broken = True
-            if self._panics:
+            if self._fails == "panic":
                 raise BaseException("index out of bounds")
         return self._matcher.compute_bitmask()
 
@@ -224,7 +224,8 @@ class Brittle:
         assert not self._is_broken
         count = self._matcher.try_consume_tokens(tokens)
         self._taken += tokens[:count]
-        return count
+        self._is_broken = self._fails == "consume" and count > 0 and tokens[0] in self._bad
+        return 0 if self._is_broken else count
 
     def consume_tokens(self, tokens):
         return self.try_consume_tokens(tokens) == len(tokens)
@@ -263,7 +264,7 @@ def fill_one_by_one(executor, work, out):
         out[number] = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
 
 
-@pytest.mark.parametrize("fails", [None, "error", "panic"])
+@pytest.mark.parametrize("fails", [None, "consume", "error", "panic"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_masks_of_trees_are_those_of_each_path_by_itself(seed, fails, grammars, monkeypatch):
     rng, num_masked, num_failed, trees = random.Random(seed), 0, 0, []
@@ -274,7 +275,7 @@ def test_the_masks_of_trees_are_those_of_each_path_by_itself(seed, fails, gramma
         tokens, parents, states = random_tree_of(rng, constraint, 14)
         bad = set(rng.sample(tokens[1:], 2)) if fails is not None else set()
         if fails is not None:
-            constraint = GrammarConstraint(Brittle(constraint._matcher.deep_copy(), bad, fails == "panic"))
+            constraint = GrammarConstraint(Brittle(constraint._matcher.deep_copy(), bad, fails))
         trees.append((GrammarTree(constraint, tokens, parents), states, bad))
     if fails is not None:
         monkeypatch.setattr("graft.server.grammar.fill_next_token_bitmask_par", fill_one_by_one)

@@ -202,10 +202,8 @@ def _without_tokens(
 ) -> dict[int, str]:
     """The nodes after which the row's other settings forbid every token that its grammar allows."""
     settings, depths, failures = sequence.settings, [0] * len(parents), dict[int, str]()
-    bans, num_early = (
-        [t for t, bias in settings.logit_bias.items() if bias == -math.inf],
-        settings.min_tokens - sequence.num_new,
-    )
+    bans = [token for token, bias in settings.logit_bias.items() if bias == -math.inf]
+    num_early = settings.min_tokens - sequence.num_new
     if not bans and num_early <= 0:
         return failures
     banned = _bits_of(bans, out.shape[1])

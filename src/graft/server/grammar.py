@@ -191,14 +191,14 @@ class GrammarConstraint:
             if node and found.numbers[tree.parents[node]] < 0:
                 continue
             try:
-                is_allowed, error = self._enter(tree, node, path), None
+                is_allowed, error = self._enter(tree, node, path), self._matcher.get_error()
             except BaseException as panic:  # as in `_ask`
                 is_allowed, error = False, str(panic)
             if is_allowed:
                 number = next(numbers)
                 yield self._matcher, number
                 error = errors.get(number)
-            if error is not None:  # the matcher cannot be used any more
+            if error:  # the matcher cannot be used any more
                 found.failures[node] = _reason(error)
                 path = [taken for taken in path if taken != node]
                 self._ask(partial(self._read_again, [tree.tokens[taken] for taken in path]))
