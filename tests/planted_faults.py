@@ -689,10 +689,8 @@ _FAULTS = r"""
 = src/graft/engine/captured_rounds.py
 ! test_row_rounds.py::test_a_grammar_alone_in_plain_rounds
 # adjustments: masks are computed before the grammar knows the round before
--            if trees is not None:
--                rounds.flush(clock)
-+            if trees is None:
-+                rounds.flush(clock)
+-rounds.take(clock) if trees is not None else None
++rounds.take(clock) if trees is None else None
 = src/graft/engine/round_reports.py
 ! test_row_rounds.py::test_rows_of_several_kinds_share_rounds_and_have_their_own_texts[rows]
 # logprobs: they are those of adjusted logits

@@ -167,8 +167,8 @@ class CapturedRounds:
             trees = self._adjustments.fetch_trees(batch.sequences, buffers, shape)
             step()
             marks[2].record()
-            if trees is not None:
-                rounds.flush(clock)  # while the step runs, so that grammars know all tokens before it
+            # While the step runs, so that grammars know all tokens before it. Learning can wait until after the masks.
+            learn = rounds.take(clock) if trees is not None else None
             logits = self._reports.logits_of(batch.sequences, buffers, shape)
             adjusted = self._adjustments.apply(batch.sequences, rows, buffers, shape, trees)
             finish()
@@ -178,6 +178,8 @@ class CapturedRounds:
             results = next(self._memory.results)
             results.numbers.copy_(round.results, non_blocking=True)
             results.event.record()
+        if learn is not None:
+            learn()
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows

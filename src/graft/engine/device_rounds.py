@@ -136,12 +136,16 @@ class DeviceRounds:
         return done
 
     def flush(self, clock: Clock) -> None:
-        """Take the results of the round in flight, if there is one."""
+        """Take the results of the round in flight, if there is one, and learn from them."""
+        self.take(clock)()
+
+    def take(self, clock: Clock) -> Callable[[], None]:
+        """Take the results of the round in flight, if there is one. Returns what learns from them, and may wait."""
         flight, self._flight = self._flight, None
         if flight is None:
-            return
+            return lambda: None
         try:
-            self._take(flight, clock)
+            return self._take(flight, clock)
         except BaseException:
             # The device's texts may be ahead of the host's now, so they are sent again before their next round.
             self.memory.forget(flight.rows)
@@ -239,8 +243,8 @@ class DeviceRounds:
 
     # Taking results
 
-    def _take(self, flight: Flight, clock: Clock) -> None:
-        """Extend the sequences that have not ended by a round's tokens, and learn from the round."""
+    def _take(self, flight: Flight, clock: Clock) -> Callable[[], None]:
+        """Extend the sequences that have not ended by a round's tokens. Returns what learns from the round."""
         flight.done.wait()
         found, shape, num_rows = flight.results, flight.shape, len(flight.rows)
         counts = found["counts"][:num_rows].tolist()
@@ -273,19 +277,16 @@ class DeviceRounds:
                 sequence.extend(new, accepted, seen)
             except Exception as error:  # ends only that sequence
                 sequence.failure = error
-        try:
-            self._count(flight, clock, nodes, num_passes, tree)
-        except Exception:  # learning affects only speed, so no answer may fail
-            _log.exception("learning from a round failed")
 
-    def _count(
-        self,
-        flight: Flight,
-        clock: Clock,
-        nodes: list[list[int]],
-        num_passes: int,
-        tree: DraftTree,
-    ) -> None:
+        def learn() -> None:
+            try:
+                self._count(flight, clock, nodes, num_passes, tree)
+            except Exception:  # learning affects only speed, so no answer may fail
+                _log.exception("learning from a round failed")
+
+        return learn
+
+    def _count(self, flight: Flight, clock: Clock, nodes: list[list[int]], num_passes: int, tree: DraftTree) -> None:
         """Learn from a round's times and outcome."""
         before, proposed, verified, finished = flight.marks
         ended, self._ended = self._ended, finished

@@ -197,7 +197,7 @@ class GrammarConstraint:
             if is_allowed:
                 number = next(numbers)
                 yield self._matcher, number
-                error = errors.get(number)
+                error = errors.get(number, "")
             if error:  # the matcher cannot be used any more
                 found.failures[node] = _reason(error)
                 path = [taken for taken in path if taken != node]
