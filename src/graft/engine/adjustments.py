@@ -67,7 +67,6 @@ class Adjustments:
         self._num_slots = 0
         self._slots: weakref.WeakKeyDictionary[Row, int] = weakref.WeakKeyDictionary()
         self._landing = Landing(device)
-        self._sent = Event(device)
 
     @cached_property
     def _bits(self) -> tuple[Tensor, Tensor]:
@@ -177,8 +176,7 @@ class Adjustments:
         """The masks of all rows with grammars, and where grammars fail."""
         host, there = self._bits
         out = host.numpy()
-        trees.arrived.wait()
-        self._sent.wait()
+        trees.arrived.wait()  # then the masks of the round before have been sent, too
         by_row = trees.by_row()
         asked = {
             row: GrammarTree(sequence.constraint, *by_row[row][1:])
@@ -193,7 +191,6 @@ class Adjustments:
             failures[row] = _without_tokens(sequences[row], tree.parents, own.numbers, out) | own.failures
         end = int(numbers.max()) + 1
         there[:end].copy_(host[:end], non_blocking=True)
-        self._sent.record()
         return kernels.Masks(self._staging.send(numbers), there), failures
 
 

@@ -211,10 +211,9 @@ class GrammarConstraint:
         while path and path[-1] != tree.parents[node]:
             self._matcher.rollback(1)
             path.pop()
-        if node:
-            if self._matcher.is_stopped() or not self._matcher.try_consume_tokens([tree.tokens[node]]):
-                return False
-            path.append(node)
+        if node and not self._matcher.try_consume_tokens([tree.tokens[node]]):
+            return False
+        path += [node] if node else []
         return True
 
     def _read_again(self, path: list[int]) -> None:
