@@ -92,7 +92,7 @@ class Tiles:
 _FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
 # By bytes per element and the head dimension's next power of two; `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
-    (2, 256): Tiles(warps=8, prefix_stages=2),
+    (2, 256): Tiles(short_split=128, warps=8),
     (2, 512): Tiles(rows=32, keys=32, warps=8, prefix_stages=2),
     (4, 16): _FLOAT32,
     (4, 32): _FLOAT32,
