@@ -34,7 +34,7 @@ class Executor(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """The residual stream [T, H] before the first layer."""
 
-    def run_layer(self, number: int, stream: Tensor, past: Pair) -> Tensor:
+    def run_layer(self, number: int, stream: Tensor, past: Pair, tokens: Tensor) -> Tensor:
         """A layer's output [T, H] for tokens that follow the `past` keys and values, [kv_heads, positions, head_dim].
 
         If the layer reads another's keys and values, the past includes those of the tokens.
@@ -89,7 +89,7 @@ def why_unlike(model: PreTrainedModel, what: Network, executor: Executor) -> str
         keys, values = probe.attended.past
         if attention.kv_of is None:
             keys, values = keys[:, :before], values[:, :before]
-        found = executor.run_layer(number, probe.given, (keys, values))
+        found = executor.run_layer(number, probe.given, (keys, values), tokens)
         if _is_unlike(found, probe.output, probe.given, allowed):
             return f"layer {number} gives something else than transformers' own code"
     return None
