@@ -29,7 +29,8 @@ typedef struct {
 typedef struct {
     Matrix q, k, v, o;               /* no v: values are the keys before norm and rotation; no k: those of `kv_of` */
     Matrix gate, up, down;           /* no up: the activation is not gated */
-    Norm pre, post, pre_mlp, post_mlp, q_norm, k_norm, v_norm;
+    Matrix side_up, side_down;       /* of the layer's side, which reads `sides`; or none */
+    Norm pre, post, pre_mlp, post_mlp, side_post, q_norm, k_norm, v_norm;
     Norm stream_norm;                /* of a head's layer: q, k and v read embeddings, normed by `pre`, and beside them
                                         the stream, normed by this */
     const float *sinks;              /* [heads] scores of an extra key whose value is 0; or NULL */
@@ -39,7 +40,7 @@ typedef struct {
     long heads, kv_heads, head_dim, window, chunk, growth_length;
     long kv_of;                      /* the layer whose keys and values are read */
     long rotary, rotary_dims, is_interleaved, norms_turned;  /* rotary: its table, or -1 */
-    long activation, is_parallel;
+    long activation, side_activation, is_parallel;
 } Layer;
 
 typedef struct {
@@ -51,6 +52,9 @@ typedef struct {
     long adds_to_normed;         /* in a head's layer, attention is added to the normed stream */
     Matrix output;               /* gives the logits; or none */
     double logit_scale, logit_softcap;
+    Matrix side_projection;      /* of embeddings, to all layers' sides; or none */
+    Norm side_norm;
+    double side_projection_scale, side_factor;
 } Model;
 
 typedef struct {
@@ -70,7 +74,8 @@ typedef struct {
     long num_rows, num_tokens;
     long first_layer, end_layer;
     const float *features;    /* [tokens][inputs of fc]: the stream is made from them; or NULL */
-    const float *embeddings;  /* [tokens][hidden] of the tokens that a head reads beside the stream; or NULL */
+    const float *embeddings;  /* [tokens][hidden] that a head, or layers' sides, read beside the stream; or NULL */
+    float *sides;             /* [tokens][layers][size] of the tokens, overwritten by the inputs of sides; or NULL */
     float *stream;            /* [tokens][hidden]: embeddings, or a head's hidden states; overwritten by the outputs */
     const Rotary *rotaries;
     const int64_t *positions, *slots; /* [tokens] */
@@ -90,7 +95,7 @@ typedef struct {
     const Step *step;
     const Threads *threads;
     long num_tokens; /* in the stream */
-    float *normed, *delta, *q, *k, *v, *attended, *gate, *up;
+    float *normed, *delta, *q, *k, *v, *attended, *gate, *up, *sided;
     /* What the threads do now: */
     Job jobs[3];
     long num_jobs, activation;
@@ -262,6 +267,17 @@ static void fuse_features(State *state) {
     multiply(state, &model->fc, features, state->step->stream);
 }
 
+/* Make the inputs of the layers' sides. */
+static void make_sides(State *state) {
+    const Model *model = state->model;
+    const Step *step = state->step;
+    const long size = state->num_tokens * model->side_projection.n;
+    multiply(state, &model->side_projection, step->embeddings ? step->embeddings : step->stream, state->sided);
+    for (long i = 0; i < size; i++) state->sided[i] *= (float)model->side_projection_scale;
+    norm_into(state->sided, state->sided, &model->side_norm, size);
+    for (long i = 0; i < size; i++) step->sides[i] = (state->sided[i] + step->sides[i]) * (float)model->side_factor;
+}
+
 /* The stream, normed if there is a norm. */
 static const float *normed_stream(const State *state, const Norm *norm) {
     if (norm->size == 0) return state->step->stream;
@@ -329,6 +345,20 @@ static void make_heads(State *state, const Layer *layer, const float *inputs) {
     }
 }
 
+/* A layer's last part: down(activation(up(stream)) * its own input). */
+static void run_side(State *state, const Layer *layer, long number) {
+    const long size = layer->side_up.n, num_layers = state->model->num_layers;
+    multiply(state, &layer->side_up, state->step->stream, state->gate);
+    for (long t = 0; t < state->num_tokens; t++) {
+        const float *side = state->step->sides + (t * num_layers + number) * size;
+        float *gate = state->gate + t * size;
+        for (long i = 0; i < size; i += LANES)
+            store(gate + i, activated(load(gate + i, size - i), layer->side_activation) * load(side + i, size - i), size - i);
+    }
+    multiply(state, &layer->side_down, state->gate, state->delta);
+    add_delta(state, layer, &layer->side_post);
+}
+
 static void run_layer(State *state, long number) {
     const Model *model = state->model;
     const Step *step = state->step;
@@ -347,6 +377,7 @@ static void run_layer(State *state, long number) {
     multiply_all(state, layer->activation);
     multiply(state, &layer->down, state->gate, state->delta);
     add_delta(state, layer, &layer->post_mlp);
+    if (layer->side_up.n > 0) run_side(state, layer, number);
     for (long i = 0; i < state->num_tokens * model->hidden && layer->output_scale != 1; i++)
         step->stream[i] *= (float)layer->output_scale;
 }
@@ -355,16 +386,16 @@ static long largest(long a, long b) { return a > b ? a : b; }
 
 /* Divide scratch memory: for each part, the most numbers of a token that a layer has there. Returns its whole size. */
 static long divide(const Model *model, long num_tokens, State *state, float *scratch) {
-    long sizes[8] = {model->fc.k, model->hidden}, total = 0;
+    long sizes[9] = {model->fc.k, model->hidden, 0, 0, 0, 0, 0, 0, model->side_projection.n}, total = 0;
     for (long i = 0; i < model->num_layers; i++) {
         const Layer *layer = &model->layers[i];
         const long size = layer->heads * layer->head_dim, kv_size = layer->kv_heads * layer->head_dim;
-        const long own[8] = {layer->q.k, 0, size, size, kv_size, kv_size, layer->gate.n, layer->up.n};
+        const long own[8] = {layer->q.k, 0, size, size, kv_size, kv_size, largest(layer->gate.n, layer->side_up.n), layer->up.n};
         for (int part = 0; part < 8; part++) sizes[part] = largest(sizes[part], own[part]);
     }
-    float **parts[] = {&state->normed, &state->delta, &state->q, &state->attended,
-                       &state->k, &state->v, &state->gate, &state->up};
-    for (int part = 0; part < 8; total += num_tokens * sizes[part++])
+    float **parts[] = {&state->normed, &state->delta, &state->q, &state->attended, &state->k,
+                       &state->v, &state->gate, &state->up, &state->sided};
+    for (int part = 0; part < 9; total += num_tokens * sizes[part++])
         if (scratch != NULL) *parts[part] = scratch + total;
     return total;
 }
@@ -385,16 +416,19 @@ static int is_current(const Matrix *matrix) {
 int graft_layers(const Model *model, const Step *step, const Threads *threads) {
     for (long i = step->first_layer; i < step->end_layer; i++) {
         const Layer *layer = &model->layers[i];
-        const Matrix *all[] = {&layer->q, &layer->k, &layer->v, &layer->o, &layer->gate, &layer->up, &layer->down};
-        for (int j = 0; j < 7; j++)
+        const Matrix *all[] = {&layer->q, &layer->k, &layer->v, &layer->o, &layer->gate, &layer->up, &layer->down,
+                               &layer->side_up, &layer->side_down};
+        for (int j = 0; j < 9; j++)
             if (!is_current(all[j])) return 1;
     }
     if (step->features != NULL && !is_current(&model->fc)) return 1;
+    if (step->sides != NULL && !is_current(&model->side_projection)) return 1;
     if (step->logits != NULL && !is_current(&model->output)) return 1;
     const long hidden = model->hidden;
     State state = {model, step, threads, step->num_tokens};
     divide(model, step->num_tokens, &state, step->scratch);
     if (step->features != NULL) fuse_features(&state);
+    if (step->sides != NULL) make_sides(&state);
     for (long number = step->first_layer; number <= step->end_layer; number++) {
         const float *source = step->stream;
         if (number == step->end_layer) {

@@ -14,6 +14,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import torch
@@ -26,7 +27,7 @@ from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, pack
 from graft.model.families import MAX_HEAD_DIM, NotDescribedError, describe, why_not
 from graft.model.kv_cache import PAGE, KVCache, KVStore, Pair, Row
 from graft.model.likeness import why_unlike
-from graft.model.network import Activation, Experts, Layer, Norm, Rotary
+from graft.model.network import Activation, Experts, Layer, Network, Norm, Rotary, SideInputs
 from graft.model.plain_modules import settings_of
 
 _ACTIVATIONS = (None, *get_args(Activation))
@@ -52,14 +53,14 @@ class _Norm(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, _Norm) for name in ("pre", "post", "pre_mlp", "post_mlp", "q_norm", "k_norm", "v_norm")),
+        *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "side_up", "side_down")),
+        *((name, _Norm) for name in ("pre", "post", "pre_mlp", "post_mlp", "side_post", "q_norm", "k_norm", "v_norm")),
         ("stream_norm", _Norm),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_double) for name in ("scale", "softcap", "growth", "residual_scale", "output_scale")),
         *((name, ctypes.c_long) for name in ("heads", "kv_heads", "head_dim", "window", "chunk", "growth_length")),
         *((name, ctypes.c_long) for name in ("kv_of", "rotary", "rotary_dims", "is_interleaved", "norms_turned")),
-        *((name, ctypes.c_long) for name in ("activation", "is_parallel")),
+        *((name, ctypes.c_long) for name in ("activation", "side_activation", "is_parallel")),
     )
 
 
@@ -72,6 +73,8 @@ class _Network(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("num_feature_norms", "num_layers", "hidden", "adds_to_normed")),
         ("output", _Matrix),
         *((name, ctypes.c_double) for name in ("logit_scale", "logit_softcap")),
+        *(("side_projection", _Matrix), ("side_norm", _Norm)),
+        *((name, ctypes.c_double) for name in ("side_projection_scale", "side_factor")),
     )
 
 
@@ -90,7 +93,8 @@ class _Step(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("num_rows", "num_tokens", "first_layer", "end_layer")),
-        *((name, ctypes.c_void_p) for name in ("features", "embeddings", "stream", "rotaries", "positions", "slots")),
+        *((name, ctypes.c_void_p) for name in ("features", "embeddings", "sides", "stream")),
+        *((name, ctypes.c_void_p) for name in ("rotaries", "positions", "slots")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "taps")),
         ("num_taps", ctypes.c_long),
         ("outputs", ctypes.c_void_p),
@@ -112,11 +116,22 @@ class _Stored(NamedTuple):
         return cls(keys, values)
 
 
-class _Wanted(NamedTuple):
-    """What a step is to give."""
+@dataclass
+class _Inputs:
+    """What a call of the library reads. The stream and sides are overwritten."""
 
-    taps: Sequence[int] = ()  # layers whose inputs are wanted
-    outputs: Tensor | None = None  # [n] tokens whose outputs are wanted, ascending; None: all
+    stored: _Stored
+    slots: Tensor  # [T]
+    seen: Visibility  # of the outputs
+    stream: Tensor  # [T, H]
+    positions: Tensor  # [T]
+    taps: Sequence[int] = ()
+    embeddings: Tensor | None = None  # [T, H]
+    features: Tensor | None = None  # [T, inputs of fc]
+    sides: Tensor | None = None  # [T, layers * size] embeddings of layers' sides
+    outputs: Tensor | None = None  # [n]
+    first: int = 0  # of the T tokens, among those of `seen`
+    layers: tuple[int, int] | None = None  # the first, and the end; None: all
     has_logits: bool = True
 
 
@@ -130,17 +145,16 @@ class CpuLayers:
         network: nn.Module,
         layers: Sequence[Layer],
         norm: Norm,
-        output: nn.Linear | None = None,
-        logits: tuple[float, float | None] = (1.0, None),
+        whole: Network | None = None,
         fc: nn.Linear | None = None,
         feature_norms: Sequence[Norm] = (),
         stream_norm: Norm | None = None,
         adds_to_normed: bool = False,
     ) -> None:
-        """network: all modules whose weights are read. output: gives the logits; None: there are none.
+        """network: all modules whose weights are read. whole: of a model, for logits and the inputs of layers' sides.
 
-        logits: their scale and cap. The others are of draft heads: `fc` and the norms before it, the norm of the stream
-        (that of embeddings is the layer's first), and whether attention adds to the normed stream.
+        The others are of draft heads: `fc` and the norms before it, the norm of the stream (that of embeddings is the
+        layer's first), and whether attention adds to the normed stream.
         """
         modules = list(network.modules())
         own = [(each, name) for m in modules for each in (m._parameters, m._buffers) for name in each]
@@ -167,8 +181,9 @@ class CpuLayers:
             ctypes.addressof(self._feature_norms),
             *self._matrices((fc,)),
             *(len(feature_norms), len(layers), hidden, adds_to_normed),
-            *self._matrices((output,)),
-            *(logits[0], logits[1] or 0.0),
+            *self._matrices((whole.head if whole is not None else None,)),
+            *((whole.logit_scale, whole.logit_softcap or 0.0) if whole is not None else (1.0, 0.0)),
+            *self._sides_of(whole.sides if whole is not None else None, len(layers)),
         )
 
     def is_current(self) -> bool:
@@ -191,6 +206,7 @@ class CpuLayers:
         taps: Sequence[int] = (),
         embeddings: Tensor | None = None,  # [T, H], of a head
         features: Tensor | None = None,  # [T, inputs of fc]: a head's stream is made from them
+        sides: Tensor | None = None,  # [T, layers * size] embeddings of layers' sides; overwritten
         outputs: Tensor | None = None,  # [n] tokens whose outputs are wanted, ascending; None: all
         first: int = 0,  # of the T tokens, among those of `seen` and of the cache's slots
     ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -200,43 +216,37 @@ class CpuLayers:
         """
         if cache.store.keys is None:
             cache.store.shape_layers(stream, self._heads)
-        stored, wanted = self._stored_in(cache.store), _Wanted(taps, outputs, self._c.output.n > 0)
-        return self._run(stored, cache.written, seen, stream, positions, wanted, embeddings, features, first)
+        stored, slots = self._stored_in(cache.store), cache.written[first:]
+        return self._run(
+            _Inputs(stored, slots, seen, stream, positions, taps, embeddings, features, sides, outputs, first)
+        )
 
-    def _run(
-        self,
-        stored: _Stored,
-        slots: Tensor,
-        seen: Visibility,
-        stream: Tensor,
-        positions: Tensor,
-        wanted: _Wanted,
-        embeddings: Tensor | None = None,
-        features: Tensor | None = None,
-        first: int = 0,
-        layers: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `run_layers`, over these keys and values. layers: the first, and the end; None: all."""
-        compiled, c, count = library(), self._c, len(stream)
+    def _run(self, given: _Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        compiled, c, stream, sides = library(), self._c, given.stream, given.sides
+        count, positions = len(stream), given.positions.contiguous()
         assert compiled is not None and (compiled.page, compiled.max_dim) == (PAGE, MAX_HEAD_DIM)
-        for each, width in ((stream, c.hidden), (embeddings, c.hidden), (features, c.fc.k)):
+        widths = ((c.hidden, stream), (c.hidden, given.embeddings), (c.fc.k, given.features))
+        for width, each in (*widths, (c.side_projection.n, sides)):
             assert each is None or (each.dtype is torch.float32 and each.shape[-1] == width)  # C does not check
-        assert stream.is_contiguous() and positions.is_contiguous() and positions.dtype is torch.int64
+        assert stream.is_contiguous() and positions.dtype is torch.int64
         self._extend_rotaries(stream, int(positions.max()) + 1)
-        num_outputs = count if wanted.outputs is None else len(wanted.outputs)
-        out, logits = (stream.new_empty(num_outputs, width) for width in (c.hidden, c.output.n * wanted.has_logits))
-        tapped = stream.new_empty(count, len(wanted.taps) * c.hidden)
+        assert sides is None or (sides.is_contiguous() and given.outputs is None)
+        num_outputs = count if given.outputs is None else len(given.outputs)
+        has_logits = given.has_logits and c.output.n > 0
+        out, logits = (stream.new_empty(num_outputs, width) for width in (c.hidden, c.output.n * has_logits))
+        tapped = stream.new_empty(count, len(given.taps) * c.hidden)
         scratch = stream.new_empty(compiled.scratch_size(ctypes.addressof(c), count))
-        taps = torch.tensor([range(c.num_layers + 1)[tap] for tap in wanted.taps], dtype=torch.int64)
-        inputs = [each.contiguous() if each is not None else None for each in (features, embeddings)]
-        rows, kept = _rows_of(seen, first, first + num_outputs)
+        taps = torch.tensor([range(c.num_layers + 1)[tap] for tap in given.taps], dtype=torch.int64)
+        inputs = [each.contiguous() if each is not None else None for each in (given.features, given.embeddings)]
+        rows, kept = _rows_of(given.seen, given.first, given.first + num_outputs)
+        keys, values = given.stored
         step = _Step(
-            *(ctypes.addressof(rows), len(rows), count, *(layers or (0, c.num_layers))),
-            *map(_address, (*inputs, stream)),
-            *(ctypes.addressof(self._c_rotaries), _address(positions), _address(slots[first:])),
-            *(ctypes.addressof(stored.keys), ctypes.addressof(stored.values), _address(taps), len(taps)),
-            *(_address(wanted.outputs), num_outputs),
-            *map(_address, (tapped, out, logits if wanted.has_logits else None, scratch)),
+            *(ctypes.addressof(rows), len(rows), count, *(given.layers or (0, c.num_layers))),
+            *map(_address, (*inputs, sides, stream)),
+            *(ctypes.addressof(self._c_rotaries), _address(positions), _address(given.slots)),
+            *(ctypes.addressof(keys), ctypes.addressof(values), _address(taps), len(taps)),
+            *(_address(given.outputs), num_outputs),
+            *map(_address, (tapped, out, logits if has_logits else None, scratch)),
         )
         has_changed = compiled.run_layers(ctypes.addressof(c), ctypes.addressof(step), threads())
         del kept
@@ -257,7 +267,7 @@ class CpuLayers:
             self._c_rotaries = (_Rotary * len(self._tables))(*each)
 
     def _layer_of(self, number: int, layer: Layer, stream_norm: Norm | None) -> _Layer:
-        attention, mlp = layer.mixer, layer.mlp
+        attention, mlp, side = layer.mixer, layer.mlp, layer.side
         assert not isinstance(mlp, Experts)
         hidden, rotary, dim = attention.o.out_features, attention.rotary, attention.head_dim
         heads, kv_heads = attention.heads, attention.kv_heads
@@ -270,7 +280,9 @@ class CpuLayers:
         return _Layer(
             *(*qkv, *[_Matrix()] * (2 - num_kv), *self._matrices((attention.o,))),
             *(*up, *[_Matrix()] * (2 - len(up)), *self._matrices((mlp.down,))),
+            *self._matrices((side.up, side.down) if side is not None else (None, None)),
             *(_norm_of(norm, hidden) for norm in (layer.pre, layer.post, layer.pre_mlp, layer.post_mlp)),
+            _norm_of(side.post if side is not None else None, hidden),
             _norm_of(attention.q_norm, dim, heads),
             *(_norm_of(norm, dim, kv_heads) for norm in (attention.k_norm, attention.v_norm)),
             _norm_of(stream_norm, hidden),
@@ -279,8 +291,15 @@ class CpuLayers:
             *(heads, kv_heads, dim, window, chunk, growth_length),
             number if attention.kv_of is None else attention.kv_of,
             *((-1, 0, 0) if rotary is None else (self._rotaries.index(rotary), rotary.dims, rotary.interleaved)),
-            *(attention.norms_turned, _ACTIVATIONS.index(mlp.activation), layer.parallel is not None),
+            *(attention.norms_turned, _ACTIVATIONS.index(mlp.activation)),
+            *(_ACTIVATIONS.index(side.activation if side is not None else None), layer.parallel is not None),
         )
+
+    def _sides_of(self, sides: SideInputs | None, num_layers: int) -> tuple[_Matrix, _Norm, float, float]:
+        if sides is None:
+            return _Matrix(), _Norm(), 0.0, 0.0
+        (projection,) = self._matrices((sides.projection,))
+        return projection, _norm_of(sides.norm, projection.n // num_layers), sides.projection_scale, sides.factor
 
     def _matrices(self, parts: Sequence[nn.Linear | None], *sizes: int) -> Iterator[_Matrix]:
         """The matrices of products, of which all together have so many outputs each; none: as the products have."""
@@ -320,7 +339,7 @@ class CpuModel(CpuLayers):
     def __init__(self, model: PreTrainedModel) -> None:
         """model: one for which `why_not_on_cpu` is None. Raises NotDescribedError if its layers do something else."""
         self.what = what = describe(model, FewTokensLinear)
-        super().__init__(model, what.layers, what.norm, what.head, (what.logit_scale, what.logit_softcap))
+        super().__init__(model, what.layers, what.norm, what)
         if (reason := why_unlike(model, what, self)) is not None:
             raise NotDescribedError(reason)
 
@@ -333,8 +352,9 @@ class CpuModel(CpuLayers):
         """
         parts = []
         for first in range(0, tokens.shape[1], _MOST):  # a token's keys are its own or those of tokens before it
-            own = slice(first, first + _MOST)
-            found = self.run_layers(cache, seen, self.embed(tokens[0, own]), positions[0, own], taps, first=first)
+            part = slice(first, first + _MOST)
+            ids, own = tokens[0, part], positions[0, part]
+            found = self.run_layers(cache, seen, self.embed(ids), own, taps, sides=self._sides(ids), first=first)
             if found is None:
                 return None
             parts.append(found)
@@ -347,27 +367,39 @@ class CpuModel(CpuLayers):
         stream = embedding(tokens, self.what.embedding.weight)
         return stream if self.what.embedding_scale == 1 else stream * self.what.embedding_scale
 
-    def run_layer(self, number: int, stream: Tensor, past: Pair) -> Tensor:
+    def run_layer(self, number: int, stream: Tensor, past: Pair, tokens: Tensor) -> Tensor:
         source, count, before = self.what.layers[number].mixer.kv_of, len(stream), past[0].shape[1]
         if source is not None:
             before -= count
-        slots = torch.arange(before, before + count)
-        own = tuple(part.new_zeros(len(slots) + before + PAGE, len(part), part.shape[2]) for part in past)
-        for new, old in zip(own, past, strict=True):
+        places, num_pages = torch.arange(before, before + count), -(-(before + count) // PAGE)
+        stored = tuple(part.new_zeros(num_pages * PAGE, len(part), part.shape[2]) for part in past)
+        for new, old in zip(stored, past, strict=True):
             new[: old.shape[1]] = old.transpose(0, 1)
-        row = Row(0, list(range(-(-(before + count) // PAGE))))
         chain = torch.ones(count, count, dtype=torch.bool).tril()
-        seen = Visibility([RowKeys(row, before, torch.arange(count), chain, stream.device)], stream.dtype)
-        stored, out = _Stored.of([(own[0], own[1])] * len(self.what.layers)), stream.clone()
-        found = self._run(stored, slots, seen, out, slots, _Wanted(has_logits=False), layers=(number, number + 1))
-        assert found is not None
-        return out
+        row = RowKeys(Row(0, list(range(num_pages))), before, torch.arange(count), chain, stream.device)
+        given = _Inputs(
+            _Stored.of([(stored[0], stored[1])] * len(self.what.layers)),
+            slots=places,
+            seen=Visibility([row], stream.dtype),
+            stream=stream.clone(),
+            positions=places,
+            embeddings=self.embed(tokens),
+            sides=self._sides(tokens),
+            layers=(number, number + 1),
+            has_logits=False,
+        )
+        self._run(given)
+        return given.stream
 
     def end(self, stream: Tensor) -> Tensor:
-        nothing, places, end = Visibility([], stream.dtype), torch.arange(len(stream)), (len(self.what.layers),) * 2
-        found = self._run(_Stored.of([]), places, nothing, stream.clone(), places, _Wanted(), layers=end)
+        places, nothing, end = torch.arange(len(stream)), Visibility([], stream.dtype), len(self.what.layers)
+        found = self._run(_Inputs(_Stored.of([]), places, nothing, stream.clone(), places, layers=(end, end)))
         assert found is not None
         return found[2]
+
+    def _sides(self, tokens: Tensor) -> Tensor | None:
+        sides = self.what.sides
+        return embedding(tokens, sides.embedding.weight) * sides.scale if sides is not None else None
 
 
 class Fused(Generic[_L]):

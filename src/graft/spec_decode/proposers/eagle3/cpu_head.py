@@ -75,7 +75,7 @@ class CpuHead(CpuLayers):
             if hidden is None
             else hidden[0].clone(memory_format=torch.contiguous_format)
         )
-        found = self.run_layers(cache, seen, stream, positions[0], (), embeddings, features, outputs)
+        found = self.run_layers(cache, seen, stream, positions[0], (), embeddings, features, outputs=outputs)
         if found is None:
             return None
         normed = found[0]
