@@ -19,6 +19,10 @@ _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "pa
 _SCALING = {"rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
 _GEMMA4 = {**_WINDOWS, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0}
 _SIDES = {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 61}
+_SHARED = {
+    **{"num_hidden_layers": 5, "num_kv_shared_layers": 2},
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -43,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_WINDOWS, "rope_parameters": _ROPES, "final_logit_softcapping": 5.0},
     "gemma4_text": {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-    "gemma4_shared": {**_GEMMA4, "model_type": "gemma4_text", "num_kv_shared_layers": 2, **_SIDES},
+    "gemma4_shared": {**_GEMMA4, **_SHARED, **_SIDES, "model_type": "gemma4_text"},
     "phi": _PARTIAL,
     "phi3": {**_PARTIAL, "sliding_window": 8},
     "glm": {"attention_bias": True},

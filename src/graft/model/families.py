@@ -126,7 +126,10 @@ def describe(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> Net
         raise NotDescribedError(f"{touched} has a hook or a forward of its own")
     if any(written_in(getattr(sys.modules[own], each)) != own for each in _FUNCTIONS):
         raise NotDescribedError(f"a function of {own} was replaced")
-    network = _Reader(FAMILIES[name], text, outer, linear).network()
+    try:
+        network = _Reader(FAMILIES[name], text, outer, linear).network()
+    except (AttributeError, KeyError, TypeError) as error:  # of another release of transformers
+        raise NotDescribedError(f"its modules are not those that are known of {name} models: {error}") from error
     weights = [*text.parameters(), *outer.lm_head.parameters()]
     kinds = {(weight.device, weight.dtype) for weight in weights}
     if len(kinds) > 1 or weights[0].dtype not in DTYPES or any(type(weight) is not nn.Parameter for weight in weights):
