@@ -93,9 +93,13 @@ def test_nodes_that_were_run_before_serve_as_keys():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", [6, 24])
 def test_a_token_gets_the_same_bits_in_any_step(head_dim, capability, monkeypatch):
-    """In a tree over the end of a page, in a step of its own, in chunks of a prompt, in a batch, and far behind."""
     run_as_on(capability, monkeypatch)
     model = model_of("qwen3", head_dim=head_dim, max_position_embeddings=512)
+    assert_same_bits_in_any_step(model, monkeypatch)
+
+
+def assert_same_bits_in_any_step(model, monkeypatch):
+    """In a tree over the end of a page, in a step of its own, in chunks of a prompt, in a batch, and far behind."""
     text = [random.Random(7).randrange(61) for _ in range(PAGE + 40)]
     length = PAGE - 3
 
