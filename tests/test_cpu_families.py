@@ -24,7 +24,6 @@ ODD: dict[str, tuple[str, dict[str, object]]] = {
     "phi3": ("phi3", {"head_dim": 6, "intermediate_size": 37}),
     "glm4": ("glm4", {"head_dim": 40, "intermediate_size": 37, "num_hidden_layers": 3}),
     "gemma2": ("gemma2", {"head_dim": 6, "hidden_size": 28}),
-    "gemma with another activation": ("gemma", {"hidden_activation": "gelu", "intermediate_size": 37}),
     "cohere with norms of heads": ("cohere", {"use_qk_norm": True, "hidden_size": 60}),
     "a window of more than a page": ("mistral", {"sliding_window": PAGE + 9}),
 }
@@ -60,6 +59,17 @@ def test_odd_sizes_on_every_processor(name, capability, monkeypatch):
     family, changes = ODD[name]
     ours, theirs = (run(target, (11, 2 * PAGE + 6), 9) for target in both(family_model(family, **changes)))
     assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+def test_activations_are_those_of_float64(activation, capability, monkeypatch):
+    run_as_on(capability, monkeypatch)
+    model = family_model("gemma", hidden_activation=activation, num_hidden_layers=1, intermediate_size=37)
+    target, text = fused(model, (0, 1)), [3, 17, 42, 9, 9, 30, 5, 21]
+    (read,) = target.prefill(target.open(1, 8), 0, text)
+    expected = model.double()(torch.tensor([text])).logits
+    torch.testing.assert_close(logits_of(read).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 SOME = ["gemma2", "gemma4_text", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "granite"]
