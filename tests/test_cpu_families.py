@@ -65,7 +65,7 @@ def test_odd_sizes_on_every_processor(name, capability, monkeypatch):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
 def test_activations_are_those_of_float64(activation, capability, monkeypatch):
     run_as_on(capability, monkeypatch)
-    model = family_model("gemma", hidden_activation=activation, num_hidden_layers=1, intermediate_size=37)
+    model = family_model("llama", hidden_act=activation, num_hidden_layers=1, intermediate_size=37)
     target, text = fused(model, (0, 1)), [3, 17, 42, 9, 9, 30, 5, 21]
     (read,) = target.prefill(target.open(1, 8), 0, text)
     expected = model.double()(torch.tensor([text])).logits
