@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from families import FAMILIES, family_model
+from families import FAMILIES, family_model, varied
 from graft import Engine
 from graft.model import attention, cpu_layers
 from graft.model.families import NotDescribedError, describe
@@ -17,6 +17,7 @@ from test_captured import logits_of
 from test_cpu_layers import TAPS, assert_same_bits_in_any_step, cpu_sped, fused, run, run_as_on
 from test_cpu_linear import CAPABILITIES, needs_kernel
 from test_families import FAULTS, of_attention
+from tiny import tiny_multimodal
 
 pytestmark = needs_kernel
 # Odd sizes, whose packed products do not begin where a panel does, and what no family's config has by itself.
@@ -58,6 +59,12 @@ def test_odd_sizes_on_every_processor(name, capability, monkeypatch):
     run_as_on(capability, monkeypatch)
     family, changes = ODD[name]
     ours, theirs = (run(target, (11, 2 * PAGE + 6), 9) for target in both(family_model(family, **changes)))
+    assert_alike(ours, theirs)
+
+
+def test_a_model_that_takes_images_runs_its_text_in_our_layers():
+    model = varied(tiny_multimodal("gemma3"))
+    ours, theirs = (run(target, (12, 5), 6) for target in both(model))
     assert_alike(ours, theirs)
 
 
