@@ -35,7 +35,7 @@ class Routing:
 
     num_experts: int
     top_k: int
-    scoring: str  # softmax, sigmoid, or softmax of the chosen
+    scoring: str  # softmax, sigmoid, or softmax_of_chosen
     groups: int = 1  # only experts of the best groups can be chosen
     top_groups: int = 1
     normalises: bool = False  # divide weights by their sum, which is at least `least_sum`, plus `added_to_sum`
@@ -194,7 +194,7 @@ def multiply(
 
     clamp: limit and alpha of GPT-OSS's activation, (up + 1) * gate * sigmoid(alpha * gate); None: silu(gate) * up.
     """
-    num_experts, parts, num_outputs, num_inputs = weight.shape
+    _, parts, num_outputs, num_inputs = weight.shape
     num_pairs = choice.experts.numel()
     assert x.is_contiguous() and weight.stride(3) == 1
     limit, alpha = clamp or (0.0, 0.0)
@@ -356,7 +356,7 @@ def _choose_kernel(
         wanted = _of_best_groups(wanted, real, GROUPS, TOP_GROUPS, BLOCK_G, BLOCK_M, lowest)
     rank = _rank(tl.where(real, wanted, float("-inf")), places, TOP_K)
     is_chosen = rank < TOP_K
-    if SCORING == "softmax of the chosen":
+    if SCORING == "softmax_of_chosen":
         highest = tl.max(tl.where(is_chosen, products, float("-inf")))
         exponentials = tl.where(is_chosen, tl.exp(products - highest), 0.0)
         scores = exponentials / tl.sum(exponentials)
