@@ -21,7 +21,8 @@ from torch import Tensor
 
 from graft.model.kernels import experts as kernels
 from graft.model.kernels import overlap
-from graft.model.kernels.experts import Choice, Groups, Routing, Tile, tiles_for
+from graft.model.kernels.experts import Choice, Groups, Tile, tiles_for
+from graft.model.network import Router
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 TOKENS = (1, 4, 16, 64, 256)
@@ -33,17 +34,18 @@ NUM_SHOWN = 4  # tiles
 class Shape:
     hidden: int
     neurons: int
-    routing: Routing
+    num_experts: int
+    router: Router  # all but its weights
     clamp: tuple[float, float] | None = None  # then there are biases, and gates and ups take turns
 
 
-_QWEN, _GPT = "softmax", "softmax_of_chosen"
+NONE = torch.empty(0)
 SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, Routing(128, 8, _QWEN, normalises=True)),
-    "gpt-oss-20b": Shape(2880, 2880, Routing(32, 4, _GPT), (7.0, 1.702)),
-    "mixtral-8x7b": Shape(4096, 14336, Routing(8, 2, _QWEN, normalises=True, rounds_weights=False)),
+    "qwen3-30b-a3b": Shape(2048, 768, 128, Router(NONE, None, None, "softmax", 8, normalise=True)),
+    "gpt-oss-20b": Shape(2880, 2880, 32, Router(NONE, None, None, "softmax_of_chosen", 4), (7.0, 1.702)),
+    "mixtral-8x7b": Shape(4096, 14336, 8, Router(NONE, None, None, "softmax", 2, normalise=True, wide_weights=True)),
 }
-TINY = Shape(128, 64, Routing(8, 2, _QWEN, normalises=True))
+TINY = Shape(128, 64, 8, Router(NONE, None, None, "softmax", 2, normalise=True))
 
 
 def main() -> None:
@@ -70,7 +72,7 @@ def print_shape(name: str, shape: Shape, tokens: Sequence[int], bandwidth: float
     """Time a shape with each number of tokens. Returns whether all bits are right."""
     layers = [Layer(shape, seed) for seed in range(NUM_LAYERS if DEVICE.type == "cuda" else 1)]
     many = torch.randn(max(*tokens, 2) * NUM_BATCHES, shape.hidden, device=DEVICE).to(DTYPE)
-    print(f"\n{name}: hidden {shape.hidden}, neurons {shape.neurons}, {shape.routing.num_experts} experts")
+    print(f"\n{name}: hidden {shape.hidden}, neurons {shape.neurons}, {shape.num_experts} experts")
     titles = ("router", "group", "up", "down", "sum", "all", "limit")
     print(f"{'tokens':>6}{''.join(f'{title:>8}' for title in titles)}{'times':>7}  bits, error")
     are_right = True
@@ -95,48 +97,49 @@ class Layer:
     def __init__(self, shape: Shape, seed: int) -> None:
         torch.manual_seed(seed)
         self.shape = shape
-        number, inner, size = shape.routing.num_experts, shape.neurons, shape.hidden
+        number, inner, size = shape.num_experts, shape.neurons, shape.hidden
 
         def normal(*sizes: int, of: int) -> Tensor:
             return torch.empty(sizes, device=DEVICE, dtype=DTYPE).normal_(0, of**-0.5)
 
-        self.router = normal(number, size, of=size)
+        self.router = replace(shape.router, weight=normal(number, size, of=size))
         self.gate_up = normal(number, 2, inner, size, of=size)
         self.down = normal(number, 1, size, inner, of=inner)
-        self.biases: list[Tensor | None] = [None, None, None]
+        self.biases: list[Tensor | None] = [None, None]
         if shape.clamp is not None:
             self.gate_up = self.gate_up.view(number, inner, 2, size).transpose(1, 2)
-            self.biases = [normal(*sizes, of=1) for sizes in ((number,), (number, 2, inner), (number, 1, size))]
+            self.biases = [normal(*sizes, of=1) for sizes in ((number, 2, inner), (number, 1, size))]
+            self.router = replace(self.router, bias=normal(number, of=1))
 
 
 class Case:
     """One layer and some tokens."""
 
     def __init__(self, layer: Layer, x: Tensor, tiles: tuple[Tile, Tile] | None = None) -> None:
-        self.layer, self.x, self.routing = layer, x, layer.shape.routing
-        self.tiles = tiles or tiles_for(len(x), self.routing.num_experts, self.routing.top_k, x.dtype)
+        self.layer, self.x, self.router = layer, x, layer.router
+        self.tiles = tiles or tiles_for(len(x), self.router.num_experts, self.router.top_k, x.dtype)
         self.choice: Choice = self.choose()
         self.groups: Groups | None = self.group()
         self.active = self.up()
         self.results = self.down()
 
     def choose(self) -> Choice:
-        return kernels.choose(self.x, self.layer.router, self.routing, self.layer.biases[0])
+        return kernels.choose(self.x, self.router)
 
     def group(self) -> Groups | None:
-        return kernels.group(self.choice, self.routing.num_experts, self.tiles[0].tokens)
+        return kernels.group(self.choice, self.router.num_experts, self.tiles[0].tokens)
 
     def up(self, tile: Tile | None = None) -> Tensor:
         layer, tile = self.layer, tile or self.tiles[0]
         clamp = layer.shape.clamp
-        return kernels.multiply(self.x, layer.gate_up, self.choice, self.groups, tile, layer.biases[1], clamp)
+        return kernels.multiply(self.x, layer.gate_up, self.choice, self.groups, tile, layer.biases[0], clamp)
 
     def down(self, tile: Tile | None = None) -> Tensor:
         layer, tile = self.layer, tile or self.tiles[1]
-        return kernels.multiply(self.active, layer.down, self.choice, self.groups, tile, layer.biases[2])
+        return kernels.multiply(self.active, layer.down, self.choice, self.groups, tile, layer.biases[1])
 
     def add(self) -> Tensor:
-        return kernels.combine(self.results, self.choice, None, self.routing.rounds_weights)
+        return kernels.combine(self.results, self.choice, None, self.router.wide_weights)
 
     def run(self) -> Tensor:
         """All of the layer, from new memory."""
@@ -144,9 +147,9 @@ class Case:
 
     @property
     def read_bytes(self) -> float:
-        touched = len(self.choice.experts.unique()) / self.routing.num_experts
+        touched = len(self.choice.experts.unique()) / self.router.num_experts
         layer = self.layer
-        return layer.router.nbytes + touched * (layer.gate_up.nbytes + layer.down.nbytes)
+        return layer.router.weight.nbytes + touched * (layer.gate_up.nbytes + layer.down.nbytes)
 
     def tokens_that_differ(self) -> int:
         """How many of a few tokens have other bits than alone."""
@@ -160,7 +163,7 @@ class Case:
         total = torch.zeros(layer.shape.hidden, device=x.device)
         for expert, weight in zip(self.choice.experts[0].tolist(), self.choice.weights[0], strict=True):
             gate, up = layer.gate_up[expert].float() @ x + (
-                layer.biases[1][expert] if layer.biases[1] is not None else 0
+                layer.biases[0][expert] if layer.biases[0] is not None else 0
             )
             if layer.shape.clamp is None:
                 inner = torch.nn.functional.silu(gate) * up
@@ -169,7 +172,7 @@ class Case:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
                 inner = (up + 1) * gate * torch.sigmoid(alpha * gate)
             down = layer.down[expert, 0].float() @ inner
-            total += weight * (down + (layer.biases[2][expert, 0] if layer.biases[2] is not None else 0))
+            total += weight * (down + (layer.biases[1][expert, 0] if layer.biases[1] is not None else 0))
         return float((self.add()[0].float() - total).abs().max() / total.abs().max())
 
 
@@ -177,7 +180,7 @@ def search(cases: Sequence[Case]) -> bool:
     """Time both products with other tiles, and print the fastest. Returns whether all gave the same bits."""
     are_right = True
     first = cases[0]
-    for tokens in candidates_of_tokens(len(first.x), first.routing):
+    for tokens in candidates_of_tokens(len(first.x), first.router):
         own = [Case(case.layer, case.x, tuple(replace(tile, tokens=tokens) for tile in case.tiles)) for case in cases]
         for name, run, chosen in (("up", Case.up, 0), ("down", Case.down, 1)):
             expected, timed = run(first), list[tuple[float, Tile]]()
@@ -194,9 +197,9 @@ def search(cases: Sequence[Case]) -> bool:
     return are_right
 
 
-def candidates_of_tokens(num_tokens: int, routing: Routing) -> list[int]:
+def candidates_of_tokens(num_tokens: int, router: Router) -> list[int]:
     """Tokens of an item that are worth a try: about as many as an expert has, to four times as many."""
-    by_expert = num_tokens * routing.top_k / routing.num_experts
+    by_expert = num_tokens * router.top_k / router.num_experts
     return [tokens for tokens in (16, 32, 64, 128) if tokens == 16 or by_expert <= 2 * tokens <= 16 * by_expert][:2]
 
 

@@ -23,27 +23,11 @@ from graft.model.kernels import gate, overlap
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import gated
 from graft.model.kernels.overlap import after_previous, start_next, wait_for_previous
+from graft.model.network import Router
 
 _PART = 256  # inputs of a part of the router's sums
 _PAIRS_AT_ONCE = 1024
 _COLUMNS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a router's products become experts and their weights."""
-
-    num_experts: int
-    top_k: int
-    scoring: str  # softmax, sigmoid, or softmax_of_chosen
-    groups: int = 1  # only experts of the best groups can be chosen
-    top_groups: int = 1
-    normalises: bool = False  # divide weights by their sum, which is at least `least_sum`, plus `added_to_sum`
-    least_sum: float = 0.0
-    added_to_sum: float = 0.0
-    factor: float = 1.0
-    rounds_products: bool = True  # to the model's dtype; otherwise they stay in float32
-    rounds_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,14 +71,13 @@ def tiles_for(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype)
     return Tile(tokens, 64, 64, 4, 4), Tile(tokens, 128, 64, 4, 4)
 
 
-def choose(
-    x: Tensor,  # [T, inputs]
-    weight: Tensor,  # [num_experts, inputs]; a row more computes the gate of a shared expert
-    routing: Routing,
-    bias: Tensor | None = None,  # [num_experts] of the products
-    correction: Tensor | None = None,  # [num_experts] of the scores by which experts are chosen
-) -> Choice:
-    """Choose each token's experts. A router in float32 multiplies in float32."""
+def choose(x: Tensor, router: Router, weight: Tensor | None = None) -> Choice:
+    """Choose the experts of tokens x [T, inputs]. A router in float32 multiplies in float32.
+
+    weight: the router's with a row more, which computes the gate of a shared expert.
+    """
+    weight = router.weight if weight is None else weight
+    num_experts, top_k = router.num_experts, router.top_k
     num_tokens, num_inputs = x.shape
     num_parts = triton.cdiv(num_inputs, _PART)
     sums = x.new_empty(num_parts, num_tokens, len(weight), dtype=torch.float32)
@@ -115,32 +98,32 @@ def choose(
         **overlap.options(x.device),
         **gate.options(),
     )
-    experts = torch.empty(num_tokens, routing.top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=x.device)
-    gates = weights.new_empty(num_tokens) if len(weight) > routing.num_experts else None
-    of_group = routing.num_experts // routing.groups
-    block_g, block_m = triton.next_power_of_2(routing.groups), triton.next_power_of_2(of_group)
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    gates = weights.new_empty(num_tokens) if len(weight) > num_experts else None
+    block_g = triton.next_power_of_2(router.groups)
+    block_m = triton.next_power_of_2(num_experts // router.groups)
     _choose_kernel[(num_tokens,)](
         sums,
-        bias,
-        correction,
+        router.bias,
+        router.correction,
         experts,
         weights,
         gates,
-        routing.least_sum,
-        routing.added_to_sum,
-        routing.factor,
+        router.least_sum,
+        router.added_to_sum,
+        router.factor,
         num_tokens * len(weight),
         PARTS=num_parts,
         ROWS=len(weight),
-        EXPERTS=routing.num_experts,
-        TOP_K=routing.top_k,
-        GROUPS=routing.groups,
-        TOP_GROUPS=routing.top_groups,
-        SCORING=routing.scoring,
-        NORMALISES=routing.normalises,
-        PRODUCT_TYPE=_type_of(x.dtype if routing.rounds_products else torch.float32),
-        WEIGHT_TYPE=_type_of(x.dtype if routing.rounds_weights else torch.float32),
+        EXPERTS=num_experts,
+        TOP_K=top_k,
+        GROUPS=router.groups,
+        TOP_GROUPS=router.top_groups,
+        SCORING=router.scoring,
+        NORMALISES=router.normalise,
+        PRODUCT_TYPE=_type_of(torch.float32 if router.wide else x.dtype),
+        WEIGHT_TYPE=_type_of(torch.float32 if router.wide_weights else x.dtype),
         BLOCK_G=block_g,
         BLOCK_M=block_m,
         num_warps=max(block_g * block_m // 256, 1),
@@ -188,7 +171,7 @@ def multiply(
     tile: Tile,
     bias: Tensor | None = None,  # [num_experts, 1 or 2, outputs]
     clamp: tuple[float, float] | None = None,
-    by_descriptor: bool = True,
+    by_descriptor: bool | None = None,
 ) -> Tensor:
     """Each pair's product with its expert's weight, [T * top_k, outputs] by pair. Gates and ups become activations.
 
@@ -200,6 +183,8 @@ def multiply(
     limit, alpha = clamp or (0.0, 0.0)
     out = x.new_empty(num_pairs, num_outputs)
     source: Tensor | TensorDescriptor = weight
+    if by_descriptor is None:
+        by_descriptor = _has_descriptors(x.device)
     if by_descriptor:
         source = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [1, 1, tile.outputs, tile.inputs])
     num_items = num_pairs if groups is None else groups.items.shape[1]
@@ -235,7 +220,7 @@ def multiply(
     return out
 
 
-def combine(results: Tensor, choice: Choice, shared: Tensor | None, rounds_weights: bool) -> Tensor:
+def combine(results: Tensor, choice: Choice, shared: Tensor | None, wide_weights: bool) -> Tensor:
     """Add each token's weighted results [T * top_k, size], in float32, and the shared expert's [T, size], if any."""
     num_tokens, top_k = choice.experts.shape
     size = results.shape[1]
@@ -249,12 +234,18 @@ def combine(results: Tensor, choice: Choice, shared: Tensor | None, rounds_weigh
         out,
         SIZE=size,
         TOP_K=top_k,
-        ROUNDED_TYPE=_type_of(results.dtype if rounds_weights else torch.float32),
+        ROUNDED_TYPE=_type_of(torch.float32 if wide_weights else results.dtype),
         BLOCK=block,
         **overlap.options(results.device),
         **gate.options(),
     )
     return out
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    """Whether blocks are loaded by tensor descriptors, which newer devices support."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).major >= 9
 
 
 def _type_of(dtype: torch.dtype) -> tl.dtype:
@@ -336,7 +327,7 @@ def _choose_kernel(
     sums += token * ROWS
     products = tl.load(sums + experts, mask=real, other=0.0)
     for part in tl.static_range(1, PARTS):
-        products += tl.load(sums + part * size.to(tl.int64) + experts, mask=real, other=0.0)
+        products += tl.load(sums + part * size + experts, mask=real, other=0.0)
     if bias is not None:
         products += tl.load(bias + experts, mask=real, other=0.0).to(tl.float32)
     products = products.to(PRODUCT_TYPE).to(tl.float32)
@@ -368,7 +359,7 @@ def _choose_kernel(
     if gates is not None:
         value = tl.load(sums + EXPERTS)
         for part in tl.static_range(1, PARTS):
-            value += tl.load(sums + part * size.to(tl.int64) + EXPERTS)
+            value += tl.load(sums + part * size + EXPERTS)
         tl.store(gates + token, value)
 
 
