@@ -132,7 +132,7 @@ class Case:
     def up(self, tile: Tile | None = None) -> Tensor:
         layer, tile = self.layer, tile or self.tiles[0]
         clamp = layer.shape.clamp
-        return kernels.multiply(self.x, layer.gate_up, self.choice, self.groups, tile, layer.biases[0], clamp)
+        return kernels.multiply(self.x, layer.gate_up, self.choice, self.groups, tile, layer.biases[0], clamp=clamp)
 
     def down(self, tile: Tile | None = None) -> Tensor:
         layer, tile = self.layer, tile or self.tiles[1]

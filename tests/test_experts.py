@@ -8,17 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 from attention_problems import DEVICE
 from expert_models import EXPERT_MODELS, expert_model
-from graft.model.families import describe
+from graft.model.families import NotDescribedError, describe
 from graft.model.kernels import experts as kernels
 from graft.model.kernels.experts import Choice, Tile
-from graft.model.mixture import Mixture, why_no_mixture
-from graft.model.network import Experts, Mlp, Router
+from graft.model.kernels.matmul import Products
+from graft.model.llama import Dense
+from graft.model.mixture import Mixture
+from graft.model.network import Experts, Router
 
 SIXTEEN_BITS = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 
@@ -36,18 +38,9 @@ def described(name: str, dtype: torch.dtype = torch.float32) -> tuple[Experts, C
     return experts, run
 
 
-def mixture(experts: Experts) -> Mixture:
-    return Mixture(experts, shared_of(experts.shared) if experts.shared is not None else None)
-
-
-def shared_of(mlp: Mlp) -> Callable[[Tensor], Tensor]:
-    """A shared expert whose bits do not depend on the batch."""
-    gate, up = mlp.up
-
-    def one(x: Tensor) -> Tensor:
-        return linear(silu(linear(x, gate.weight)) * linear(x, up.weight), mlp.down.weight)
-
-    return lambda x: torch.cat([one(row[None]) for row in x])
+def mixture(experts: Experts) -> Callable[[Tensor], Tensor]:
+    run = Mixture(experts, Dense.of(experts.shared) if experts.shared is not None else None)
+    return lambda x: run(x, Products(torch.device(DEVICE), always=True))
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float32, size: int = 64) -> Tensor:
@@ -63,7 +56,6 @@ def test_experts_give_what_transformers_modules_give(name):
     experts, block = described(name)
     x = tokens(9)
     expected = block(x)  # before the weights may be stored anew
-    assert why_no_mixture(experts) is None
     torch.testing.assert_close(mixture(experts)(x), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(block(x), expected, atol=1e-5, rtol=1e-4)
 
@@ -120,10 +112,11 @@ def test_a_description_that_is_wrong_gives_something_else(fault):
 
 
 def test_experts_whose_rows_the_device_cannot_load_in_blocks_are_refused():
-    experts = described("qwen3_moe", torch.float16)[0]
-    narrow = replace(experts, gate_up=experts.gate_up[:, :12], down=experts.down[:, :, :6].contiguous())
-    assert why_no_mixture(narrow) == "its experts' sizes are no multiples of 8"
-    assert why_no_mixture(replace(experts, activation="gelu")) == "its experts' activation is gelu"
+    model = expert_model("qwen3_moe", torch.float16)
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj = torch.nn.Parameter(layer.mlp.experts.down_proj[:, :, :12].clone())
+    with pytest.raises(NotDescribedError, match="its experts' sizes are no multiples of 8"):
+        describe(model)
 
 
 # The choice of experts

@@ -31,8 +31,16 @@ ROUTERS: dict[str, RouterFamily] = {
     "Ernie4_5_Moe": RouterFamily(normalises=True, wide=True),
     "GptOss": RouterFamily("softmax_of_chosen", normalises=False),
 }
+_ALIGNED = 16  # bytes: rows that a device loads in blocks start at multiples
 _ROUTER_NAMES = ("gate", "router")
 _SHARED_NAMES = ("shared_expert", "shared_experts")
+
+
+def why_not(experts: Experts) -> str | None:
+    """The reason why no kernel can run these experts; None if one can."""
+    if any(size * experts.down.itemsize % _ALIGNED for size in experts.down.shape[1:]):
+        return "its experts' sizes are no multiples of 8"
+    return None
 
 
 def read_experts(

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from graft.model.expert_families import ROUTERS, read_experts
+from graft.model import expert_families
+from graft.model.expert_families import ROUTERS
 from graft.model.network import Activation, Attention, Experts, Layer, Mlp, Network, Norm, Rotary
 from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, has_only_weights, written_in
@@ -305,7 +306,10 @@ class _Reader:
             return self._mlp(block)
         if getattr(block, "shared_expert_gate", None) is not None:
             self._product(block.shared_expert_gate)
-        return read_experts(block, self._routers, self._check_own, self._activation, self._mlp)
+        experts = expert_families.read_experts(block, self._routers, self._check_own, self._activation, self._mlp)
+        if (reason := expert_families.why_not(experts)) is not None:
+            raise NotDescribedError(reason)
+        return experts
 
     def _mlp(self, mlp: Any) -> Mlp:
         self._check_own(mlp, "MLP")

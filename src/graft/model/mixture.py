@@ -6,32 +6,29 @@ views of them, since the kernels read a neuron's inputs side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from graft.model.kernels import experts as kernels
+from graft.model.kernels.matmul import Products
 from graft.model.network import Experts
 
-_ALIGNED = 16  # bytes: rows that the device loads in blocks start at multiples
 
+class SharedExpert(Protocol):
+    """An MLP that all tokens go through."""
 
-def why_no_mixture(experts: Experts) -> str | None:
-    """The reason why the kernels cannot run these experts; None if they can."""
-    inner, size = experts.down.shape[1:] if experts.transposed else experts.down.shape[:0:-1]
-    if any(count * experts.down.itemsize % _ALIGNED for count in (inner, size)):
-        return "its experts' sizes are no multiples of 8"
-    if experts.activation != "silu":
-        return f"its experts' activation is {experts.activation}"
-    return None
+    @property
+    def weights(self) -> tuple[Tensor, ...]: ...
+
+    def __call__(self, x: Tensor, multiply: Products) -> Tensor: ...
 
 
 class Mixture:
     """The experts of one layer."""
 
-    def __init__(self, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None) -> None:
-        """shared: computes the shared expert, if there is one."""
+    def __init__(self, experts: Experts, shared: SharedExpert | None = None) -> None:
         self._experts, self._shared = experts, shared
         router = experts.router
         gate = experts.shared_gate
@@ -46,15 +43,22 @@ class Mixture:
             (experts.limit, experts.alpha) if experts.limit is not None and experts.alpha is not None else None
         )
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those that `Products` multiplies by: the shared expert's."""
+        return self._shared.weights if self._shared is not None else ()
+
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, multiply: Products) -> Tensor:
         """The experts' weighted sum for tokens x [T, H]."""
-        router = self._experts.router
-        shared = self._shared(x) if self._shared is not None else None
+        router, activation = self._experts.router, self._experts.activation
+        shared = self._shared(x, multiply) if self._shared is not None else None
         choice = kernels.choose(x, router, self._weight)
         tiles = kernels.tiles_for(len(x), router.num_experts, router.top_k, x.dtype)
         groups = kernels.group(choice, router.num_experts, tiles[0].tokens)
-        active = kernels.multiply(x, self._gate_up, choice, groups, tiles[0], self._gate_up_bias, self._clamp)
+        active = kernels.multiply(
+            x, self._gate_up, choice, groups, tiles[0], self._gate_up_bias, activation, self._clamp
+        )
         results = kernels.multiply(active, self._down, choice, groups, tiles[1], self._down_bias)
         return kernels.combine(results, choice, shared, router.wide_weights)
 

@@ -21,9 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graft.model.kernels import gate, overlap
 from graft.model.kernels.gate import is_shut
-from graft.model.kernels.layer import gated
+from graft.model.kernels.layer import ACTIVATIONS, gated
 from graft.model.kernels.overlap import after_previous, start_next, wait_for_previous
-from graft.model.network import Router
+from graft.model.network import Activation, Router
 
 _PART = 256  # inputs of a part of the router's sums
 _PAIRS_AT_ONCE = 1024
@@ -170,12 +170,13 @@ def multiply(
     groups: Groups | None,
     tile: Tile,
     bias: Tensor | None = None,  # [num_experts, 1 or 2, outputs]
+    activation: Activation = "silu",
     clamp: tuple[float, float] | None = None,
     by_descriptor: bool | None = None,
 ) -> Tensor:
     """Each pair's product with its expert's weight, [T * top_k, outputs] by pair. Gates and ups become activations.
 
-    clamp: limit and alpha of GPT-OSS's activation, (up + 1) * gate * sigmoid(alpha * gate); None: silu(gate) * up.
+    clamp: limit and alpha of GPT-OSS's activation, (up + 1) * gate * sigmoid(alpha * gate), in place of `activation`.
     """
     _, parts, num_outputs, num_inputs = weight.shape
     num_pairs = choice.experts.numel()
@@ -205,6 +206,7 @@ def multiply(
         alpha,
         PAIRS_BY_ROW=num_pairs // len(x),
         PARTS=parts,
+        ACTIVATION=ACTIVATIONS[activation],
         IS_CLAMPED=clamp is not None,
         BY_DESCRIPTOR=by_descriptor,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
@@ -464,6 +466,7 @@ def _expert_kernel(
     alpha: float,
     PAIRS_BY_ROW: tl.constexpr,
     PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -529,7 +532,7 @@ def _expert_kernel(
     if IS_CLAMPED:
         result = _clamped_gated(result, up, limit, alpha)
     elif PARTS == 2:
-        result = gated(result, up)
+        result = gated(result, up, ACTIVATION)
     at = pairs.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
     tl.store(out + at, result, mask=real[None, :] & (outputs < num_outputs)[:, None])
 
