@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _COMMON: dict[str, object] = {
     **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
-    **{"num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 256, "tie_word_embeddings": False},
+    **{"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 # Sizes are no powers of 2, nor are numbers of experts, where the family allows it.
@@ -21,14 +21,14 @@ EXPERT_MODELS: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8},
     "glm4_moe": {
         **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
-        **{"moe_intermediate_size": 40, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+        **{"moe_intermediate_size": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True},
     },
     "ernie4_5_moe": {
-        **{"moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 40},
+        **{"moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 64},
         "moe_layer_start_index": 0,
     },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3},
-    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "intermediate_size": 40},
 }
 
 

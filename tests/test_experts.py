@@ -12,8 +12,11 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+import plain_kernels
 from attention_problems import DEVICE
+from captured_parts import small_target
 from expert_models import EXPERT_MODELS, expert_model
+from graft.model import TargetRunner
 from graft.model.families import NotDescribedError, describe
 from graft.model.kernels import experts as kernels
 from graft.model.kernels.experts import Choice, Tile
@@ -21,6 +24,7 @@ from graft.model.kernels.matmul import Products
 from graft.model.llama import Dense
 from graft.model.mixture import Mixture
 from graft.model.network import Experts, Router
+from proposers import tree_of
 
 SIXTEEN_BITS = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 
@@ -231,3 +235,24 @@ def test_results_are_added_in_the_order_of_the_tokens_own_experts(wide):
     expected = total.to(SIXTEEN_BITS) + scaled
     assert torch.equal(kernels.combine(results, choice, shared, wide), expected)
     assert torch.equal(kernels.combine(results, replace(choice, gates=None), None, wide), total.to(SIXTEEN_BITS))
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_a_fused_model_gives_what_transformers_gives(name, monkeypatch):
+    """In a prompt and a tree, beyond windows. Without a GPU, PyTorch stands in for all kernels but those of experts."""
+    if DEVICE == "cpu":
+        plain_kernels.use_plain_kernels(monkeypatch)
+    model = expert_model(name).to(DEVICE)
+    results = []
+    for target in (TargetRunner(model, (1,)), small_target(model, (1,), exact=True)):
+        cache = target.open(1, 64)
+        (read,) = target.prefill(cache, 0, [7, 8, 9, 21, 30, 5, 5, 6, 41, 3])
+        results.append([read.logits[read.index].clone(), read.hidden[read.index].clone()])
+        verified = target.verify(cache, tree_of([[9, 10, 11, 12, 13]], [[0, 0, 1, 1, 0]]))
+        results[-1] += [verified.logits[verified.index], verified.hidden[verified.index]]
+    assert target.not_fused is None
+    for own, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
