@@ -20,8 +20,9 @@ from common import DEVICE, command_line, copy_bandwidth, device_name, microsecon
 from torch import Tensor
 
 from graft.model.kernels import experts as kernels
-from graft.model.kernels import overlap
-from graft.model.kernels.experts import Choice, Groups, Tile, tiles_for
+from graft.model.kernels import overlap, routing
+from graft.model.kernels.experts import Tile, tiles_for
+from graft.model.kernels.routing import Choice, Groups
 from graft.model.network import Router
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
@@ -78,7 +79,9 @@ def print_shape(name: str, shape: Shape, tokens: Sequence[int], bandwidth: float
     are_right = True
     for count in tokens:
         cases = [Case(layer, many[batch * count :][:count]) for batch in range(NUM_BATCHES) for layer in layers]
-        parts = [microseconds(partial(run), cases) for run in (Case.choose, Case.group, Case.up, Case.down, Case.add)]
+        steps = (Case.choose, Case.group, Case.up, Case.down, Case.add)
+        # One token has no groups, so there is nothing to time.
+        parts = [0.0 if count == 1 and run is Case.group else microseconds(partial(run), cases) for run in steps]
         whole = microseconds(Case.run, cases)
         limit = sum(case.read_bytes for case in cases) / len(cases) / bandwidth * 1e6
         num_wrong, error = cases[0].tokens_that_differ(), cases[0].error()
@@ -117,17 +120,17 @@ class Case:
 
     def __init__(self, layer: Layer, x: Tensor, tiles: tuple[Tile, Tile] | None = None) -> None:
         self.layer, self.x, self.router = layer, x, layer.router
-        self.tiles = tiles or tiles_for(len(x), self.router.num_experts, self.router.top_k, x.dtype)
+        self.tiles = tiles or tiles_for(len(x), self.router.num_experts, self.router.top_k, x.shape[1], x.dtype)
         self.choice: Choice = self.choose()
         self.groups: Groups | None = self.group()
         self.active = self.up()
         self.results = self.down()
 
     def choose(self) -> Choice:
-        return kernels.choose(self.x, self.router)
+        return routing.choose(self.x, self.router)
 
     def group(self) -> Groups | None:
-        return kernels.group(self.choice, self.router.num_experts, self.tiles[0].tokens)
+        return routing.group(self.choice, self.router.num_experts, self.tiles[0].tokens)
 
     def up(self, tile: Tile | None = None) -> Tensor:
         layer, tile = self.layer, tile or self.tiles[0]

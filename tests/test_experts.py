@@ -19,8 +19,10 @@ from expert_models import EXPERT_MODELS, expert_model
 from graft.model import TargetRunner
 from graft.model.families import NotDescribedError, describe
 from graft.model.kernels import experts as kernels
-from graft.model.kernels.experts import Choice, Tile
+from graft.model.kernels import routing
+from graft.model.kernels.experts import Tile
 from graft.model.kernels.matmul import Products
+from graft.model.kernels.routing import Choice
 from graft.model.llama import Dense
 from graft.model.mixture import Mixture
 from graft.model.network import Experts, Router
@@ -132,7 +134,7 @@ def choose(products: Tensor, **options: object) -> Choice:
     weight[:, : products.shape[1]] = torch.eye(products.shape[1], device=DEVICE)
     x = torch.zeros(len(products), 64, device=DEVICE)
     x[:, : products.shape[1]] = products.to(DEVICE)
-    return kernels.choose(x, replace(Router(weight, None, None, "softmax", 2), **options))
+    return routing.choose(x, replace(Router(weight, None, None, "softmax", 2), **options))
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen_first():
@@ -173,7 +175,7 @@ def test_every_pair_is_in_one_item_of_its_expert_in_its_order(num_tokens, top_k,
     num_experts = 9
     experts = torch.stack([torch.randperm(num_experts - 1)[:top_k] for _ in range(num_tokens)]).int()  # none for 8
     choice = Choice(experts.to(DEVICE), torch.zeros_like(experts), None)
-    groups = kernels.group(choice, num_experts, block)
+    groups = routing.group(choice, num_experts, block)
     assert groups is not None
     items = groups.items[:, : int(groups.count)].T.tolist()
     members = groups.members.cpu()
@@ -189,7 +191,7 @@ def test_grids_hold_the_most_items_that_there_may_be():
     """As many experts as possible have one pair in their last item."""
     block, num_experts = 16, 4
     experts = torch.tensor([0] * 17 + [1] * 17 + [2] * 17 + [3] * 17, dtype=torch.int32)[:, None]
-    groups = kernels.group(Choice(experts.to(DEVICE), torch.zeros_like(experts), None), num_experts, block)
+    groups = routing.group(Choice(experts.to(DEVICE), torch.zeros_like(experts), None), num_experts, block)
     assert groups is not None and int(groups.count) == 8 <= groups.items.shape[1]
 
 
@@ -205,7 +207,7 @@ def test_every_pair_is_multiplied_by_its_experts_weight(by_descriptor, parts):
     weight = torch.randn(num_experts, parts, outputs, inputs, device=DEVICE)
     experts = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(count)]).int().to(DEVICE)
     choice = Choice(experts, torch.zeros_like(experts).float(), None)
-    groups = kernels.group(choice, num_experts, 16)
+    groups = routing.group(choice, num_experts, 16)
     x = torch.randn(count * (1 if parts == 2 else top_k), inputs, device=DEVICE)
     own = kernels.multiply(x, weight, choice, groups, Tile(16, 64, 32, 4, 2), by_descriptor=by_descriptor)
     for pair, expert in enumerate(experts.flatten().tolist()):

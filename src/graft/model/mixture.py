@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.model.kernels import experts as kernels
+from graft.model.kernels import routing
 from graft.model.kernels.matmul import Products
 from graft.model.network import Experts
 
@@ -53,9 +54,10 @@ class Mixture:
         """The experts' weighted sum for tokens x [T, H]."""
         router, activation = self._experts.router, self._experts.activation
         shared = self._shared(x, multiply) if self._shared is not None else None
-        choice = kernels.choose(x, router, self._weight)
-        tiles = kernels.tiles_for(len(x), router.num_experts, router.top_k, x.dtype)
-        groups = kernels.group(choice, router.num_experts, tiles[0].tokens)
+        choice = routing.choose(x, router, self._weight)
+        memory = kernels.shared_memory_of(x.device)
+        tiles = kernels.tiles_for(len(x), router.num_experts, router.top_k, x.shape[1], x.dtype, memory)
+        groups = routing.group(choice, router.num_experts, tiles[0].tokens)
         active = kernels.multiply(
             x, self._gate_up, choice, groups, tiles[0], self._gate_up_bias, activation, self._clamp
         )
