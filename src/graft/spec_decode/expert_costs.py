@@ -30,14 +30,16 @@ class ExpertShare:
             next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
             for names in (_COUNTS, _CHOSEN)
         )
-        embedding = model.get_input_embeddings()
-        read, of_experts = 0.0, 0.0
+        embedding, output = (
+            getattr(each(), "weight", None) for each in (model.get_input_embeddings, model.get_output_embeddings)
+        )
+        of_experts = of_others = 0.0
         for name, weight in model.named_parameters():
             if count and ".experts." in name:
                 of_experts += weight.nbytes * chosen / count
-            elif weight is not getattr(embedding, "weight", None) or weight is output_weight(model):
-                read += weight.nbytes
-        return cls(count, chosen, of_experts / (read + of_experts)) if of_experts else None
+            elif weight is not embedding or weight is output:  # of an embedding, few rows are read
+                of_others += weight.nbytes
+        return cls(count, chosen, of_experts / (of_experts + of_others)) if of_experts else None
 
     def touched(self, num_tokens: int) -> float:
         """Expected number of experts that tokens have together, if each chooses for itself."""
@@ -48,10 +50,6 @@ class ExpertShare:
         return lambda num_tokens: (
             usual(num_tokens) * (1 - self.share + self.share * self.touched(num_tokens) / self.chosen)
         )
-
-
-def output_weight(model: PreTrainedModel) -> object:
-    return getattr(model.get_output_embeddings(), "weight", None)
 
 
 def shape_for(model: PreTrainedModel, usual: Callable[[int], float]) -> Callable[[int], float]:
