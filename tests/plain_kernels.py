@@ -165,7 +165,7 @@ def normed_by(norm: Norm, x: Tensor) -> Tensor:
     wide = wide.to(x.dtype).float() if norm.rounds else wide
     if norm.weight is not None:
         weight = norm.weight + 1 if norm.plus_one and norm.kind == "layer" else norm.weight.float() + norm.plus_one
-        wide = wide * weight.float()
+        wide = wide * weight.view(-1, x.shape[-1]).float()
     return (wide if norm.bias is None else wide + norm.bias.float()).to(x.dtype)
 
 

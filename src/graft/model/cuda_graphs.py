@@ -159,10 +159,7 @@ class Graphs(Captures):
         if self._fingerprint() == self._weights:
             return
         self.forget()
-        self.layers, self.not_fused = None, self.failure
-        if self.failure is None:
-            self._fuse()
-        reason = self.not_fused
+        reason = self.failure or self._fuse()
         if self.layers is not None:
             reason = None if self.layers.can_be_exact else "its weights' inputs are not multiples of 64"
             if self.store.keys is None:
@@ -174,17 +171,18 @@ class Graphs(Captures):
             raise self._not_exact(reason)
         self._weights = self._fingerprint()
 
-    def _fuse(self) -> None:
-        """Make fused layers, if the model has a description and they give what its own code gives."""
+    def _fuse(self) -> str | None:
+        """Make fused layers, if the model has a description and they give what its own code gives; else say why not."""
+        self.layers = None
         try:
             what = describe(self.model)
         except NotDescribedError as error:
             self.not_fused = str(error)
-            return
-        layers = FastLayers(what, self._exact)
-        self.not_fused = why_unlike(self.model, what, layers)
-        if self.not_fused is None:
-            self.layers = layers
+        else:
+            layers = FastLayers(what, self._exact)
+            self.not_fused = why_unlike(self.model, what, layers)
+            self.layers = layers if self.not_fused is None else None
+        return self.not_fused
 
     def _fingerprint(self) -> list[Any]:
         """The weights' addresses, and what the modules hold beside them."""

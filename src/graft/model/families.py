@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from graft.model import expert_families
 from graft.model.expert_families import ROUTERS
-from graft.model.network import Activation, Attention, Experts, Layer, Mlp, Network, Norm, Rotary
+from graft.model.network import Activation, Attention, Experts, Layer, Mlp, Network, Norm, Rotary, Side, SideInputs
 from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, has_only_weights, written_in
 
@@ -131,7 +131,10 @@ def describe(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> Net
     functions = [vars(sys.modules[own])[each] for each in _FUNCTIONS if each in vars(sys.modules[own])]
     if any(written_in(function) != own for function in functions):
         raise NotDescribedError(f"a function of {own} was replaced")
-    network = _Reader(name, text, outer, linear).network()
+    try:
+        network = _Reader(name, text, outer, linear).network()
+    except (AttributeError, KeyError, TypeError) as error:  # of another release of transformers
+        raise NotDescribedError(f"its modules are not those that are known of {name} models: {error}") from error
     routers = [layer.mlp.router for layer in network.layers if isinstance(layer.mlp, Experts)]
     others = {id(each) for router in routers for each in (router.weight, router.correction)}  # may be in float32
     weights = [each for each in (*text.parameters(), *outer.lm_head.parameters()) if id(each) not in others]
@@ -159,7 +162,7 @@ class _Reader:
         text, config, family = self._text, self._config, self._family
         _refuse_if(config.hidden_size > MAX_HIDDEN, f"its hidden size is {config.hidden_size}")
         # What only some models of these families have, and our layers do not.
-        for option in ("clip_qkv", "hidden_size_per_layer_input", "enable_moe_block", "use_bidirectional_attention"):
+        for option in ("clip_qkv", "enable_moe_block", "use_bidirectional_attention"):
             _refuse_if(bool(getattr(config, option, None)), f"its config has {option}")
         modules = [(text, "Model"), (text.rotary_emb, "RotaryEmbedding"), *((layer, "Layer") for layer in text.layers)]
         for module, kind in modules:
@@ -179,7 +182,28 @@ class _Reader:
         _refuse_if(sizes != expected, "the shapes of its weights are not those of its config")
         norm = self._norm(getattr(text, family.last_norm))
         softcap = getattr(config, "final_logit_softcapping", None)
-        return Network(embedding, layers, norm, head, factor, logit_scale, softcap)
+        return Network(embedding, layers, norm, head, factor, logit_scale, softcap, self._sides())
+
+    def _sides(self) -> SideInputs | None:
+        text = self._text
+        if not hasattr(text, "embed_tokens_per_layer"):
+            return None
+        embedding = text.embed_tokens_per_layer
+        return SideInputs(
+            embedding,
+            embedding.embed_scale.to(embedding.weight.dtype).item(),
+            self._product(text.per_layer_model_projection),
+            text.per_layer_model_projection_scale,
+            self._norm(text.per_layer_projection_norm),
+            text.per_layer_input_scale,
+        )
+
+    def _side(self, layer: Any) -> Side | None:
+        if not hasattr(layer, "per_layer_input_gate"):
+            return None
+        norm = self._norm(layer.post_per_layer_input_norm)
+        products = self._product(layer.per_layer_input_gate), self._product(layer.per_layer_projection)
+        return Side(*products, self._activation(layer.act_fn), norm)
 
     def _layers(self) -> Iterator[Layer]:
         family, kinds = self._family, set[Any]()
@@ -209,6 +233,7 @@ class _Reader:
                 post_mlp=norms[3],
                 parallel=parallel,
                 residual_scale=getattr(layer, "residual_multiplier", 1.0),
+                side=self._side(layer),
                 output_scale=scalar.item() if scalar is not None else 1.0,
             )
         _refuse_if(len(kinds) > 1, "its layers are of several classes")
@@ -320,7 +345,8 @@ class _Reader:
         _refuse_if(len({part.bias is None for part in up}) > 1, "only some products of its MLP have a bias")
         return Mlp(up, self._product(getattr(mlp, family.down)), known, family.gated)
 
-    def _activation(self, module: nn.Module) -> Activation:
+    @staticmethod
+    def _activation(module: nn.Module) -> Activation:
         known = _ACTIVATIONS.get(type(module).__name__)
         if known is None:
             raise NotDescribedError(f"its activation is {type(module).__name__}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.model.attention import Scores, attend
+from graft.model.captures import first_line, is_out_of_memory
 from graft.model.kv_cache import Pair
 from graft.model.network import Attention, Network, kind_of
 from graft.model.overrides import current_step, evaluating, use_tree_attention
@@ -34,7 +35,7 @@ class Executor(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """The residual stream [T, H] before the first layer."""
 
-    def run_layer(self, number: int, stream: Tensor, past: Pair) -> Tensor:
+    def run_layer(self, number: int, stream: Tensor, past: Pair, tokens: Tensor) -> Tensor:
         """A layer's output [T, H] for tokens that follow the `past` keys and values, [kv_heads, positions, head_dim].
 
         If the layer reads another's keys and values, the past includes those of the tokens.
@@ -44,14 +45,23 @@ class Executor(Protocol):
         """Logits [T, V] of the last layer's output."""
 
 
-@torch.no_grad()
 def why_unlike(model: PreTrainedModel, what: Network, executor: Executor) -> str | None:
     """The reason why an executor of a model's description may not run it; None: it gives what the model gives."""
-    wanted: dict[Hashable, int] = {}
+    try:
+        return _why_unlike(model, what, executor)
+    except Exception as error:  # whatever another release of transformers, or a compiler, may raise
+        if is_out_of_memory(error):
+            raise
+        return f"its layers could not be compared with transformers' own: {first_line(error)}"
+
+
+@torch.no_grad()
+def _why_unlike(model: PreTrainedModel, what: Network, executor: Executor) -> str | None:
     inner, layers = _text_model(model), list(_text_model(model).layers)
-    for number, layer in enumerate(what.layers):
-        modules = tuple((name, type(module)) for name, module in layers[number].named_modules())
-        wanted.setdefault((kind_of(layer), modules), number)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    wanted: dict[Hashable, int] = {}
+    for number, layer in enumerate(what.layers):  # a wrong description may take layers of two kinds for one
+        wanted.setdefault((kind_of(layer), types[number], _settings_of(layers[number])), number)
     sources = {layer.mixer.kv_of for layer in what.layers} - {None}
     windows = [size for layer in what.layers for size in (layer.mixer.window, layer.mixer.chunk) if size]
     before = max([_LEAST_BEFORE, *(2 * size for size in windows if 2 * size <= _MOST_BEFORE)])
@@ -82,14 +92,15 @@ def why_unlike(model: PreTrainedModel, what: Network, executor: Executor) -> str
         return "its last norm or its logits differ from what is known of its family"
     for number in wanted.values():
         probe, attention = probes[number], what.layers[number].mixer
-        if probe.attended is None or probe.given is None or probe.output is None:
+        source = probe if attention.kv_of is None else probes[attention.kv_of]
+        if probe.attended is None or source.attended is None or probe.given is None or probe.output is None:
             return f"layer {number} has no attention"
         if (scores := probe.attended.scores) != _scores_of(attention):
             return f"attention of layer {number} differs from what is known of its family: {scores}"
-        keys, values = probe.attended.past
+        keys, values = source.attended.past
         if attention.kv_of is None:
             keys, values = keys[:, :before], values[:, :before]
-        found = executor.run_layer(number, probe.given, (keys, values))
+        found = executor.run_layer(number, probe.given, (keys, values), tokens)
         if _is_unlike(found, probe.output, probe.given, allowed):
             return f"layer {number} gives something else than transformers' own code"
     return None
@@ -105,6 +116,18 @@ def _is_unlike(found: Tensor, expected: Tensor, given: Tensor, allowed: tuple[fl
     most = of_added * (expected - given.float()).norm(dim=1) + of_all * expected.norm(dim=1)
     excess = (found - expected).norm(dim=1) / most.clamp(min=1e-30)
     return not excess.median() <= 1  # NaN is unlike
+
+
+def _settings_of(layer: nn.Module) -> Hashable:
+    """The classes of a layer's modules, and the simple values that they hold, but the layer's number."""
+    return tuple(
+        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
+        for name, module in layer.named_modules()
+    )
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) and name not in ("layer_idx", "training")
 
 
 def _scores_of(attention: Attention) -> Scores:

@@ -8,7 +8,7 @@ not give what transformers' own give (`likeness`), is run by transformers' own c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,6 +142,7 @@ class LayerStack:
         stored: Stored,
         rotary: Sequence[Rotary],  # by layer
         seen: Sequence[KernelStep] | None = None,
+        sides: Tensor | None = None,  # [T, layers, size], if layers have sides
     ) -> tuple[list[Tensor], Tensor, Addition]:
         """Returns the layers' inputs, each [T, H], the last residual stream, and what is to be added to it.
 
@@ -166,6 +167,9 @@ class LayerStack:
                 inputs.append(stream)
                 own = seen[number] if seen is not None else None
                 stream, last = self._run(layer, stream, normed, step, stored, number, rotary[number], own, scratch)
+                if layer.what.side is not None:
+                    assert sides is not None
+                    stream, last = self._run_side(layer.what.side, stream, last, sides[:, number])
         assert last is not None
         return inputs, stream, last
 
@@ -195,6 +199,13 @@ class LayerStack:
         stream, normed = _add(stream, Addition(delta, what.post, scale=what.residual_scale), what.pre_mlp)
         delta = layer.mlp(normed, multiply)
         return stream, Addition(delta, what.post_mlp, None, False, what.residual_scale, what.output_scale)
+
+    def _run_side(self, side: network.Side, stream: Tensor, last: Addition, given: Tensor) -> tuple[Tensor, Addition]:
+        """The stream after the MLP, and what the layer's side adds."""
+        stream, _ = _add(stream, replace(last, output_scale=1.0), None)
+        inner = self._multiply.activate(stream, side.up.weight.detach(), None, side.activation, False)
+        delta = self._multiply(inner * given, side.down.weight.detach())
+        return stream, Addition(delta, side.post, output_scale=last.output_scale)
 
 
 def _add(stream: Tensor, last: Addition | None, norm: network.Norm | None) -> tuple[Tensor, Tensor]:
@@ -266,7 +277,8 @@ class FastLayers:
 
         Keys and values are written after the committed ones.
         """
-        inputs, stream, last = self.stack(self.embed(tokens), step, stored, rotary)
+        embedded = self.embed(tokens)
+        inputs, stream, last = self.stack(embedded, step, stored, rotary, sides=self._sides(tokens, embedded))
         _, normed = _add(stream, last, self.what.norm)
         inputs.append(normed)  # transformers' last hidden state is normed too
         return self._logits(normed), [inputs[layer] for layer in hidden_layers]
@@ -277,8 +289,20 @@ class FastLayers:
         stream = embedding(tokens, self._embedding)  # [T, H]
         return stream if self.what.embedding_scale == 1 else stream * self.what.embedding_scale
 
+    def _sides(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
+        """The inputs [T, layers, size] of the layers' sides."""
+        sides = self.what.sides
+        if sides is None:
+            return None
+        shape = (len(tokens), len(self.what.layers), -1)
+        projected = self._multiply(embedded, sides.projection.weight.detach()) * sides.projection_scale
+        size = projected.shape[1] // shape[1]
+        _, normed = layer_kernels.add_norm(projected.view(-1, size), None, sides.norm)
+        own = embedding(tokens, sides.embedding.weight) * sides.scale
+        return ((normed.view_as(own) + own) * sides.factor).view(shape)
+
     @torch.no_grad()
-    def run_layer(self, number: int, stream: Tensor, past: Pair) -> Tensor:
+    def run_layer(self, number: int, stream: Tensor, past: Pair, tokens: Tensor) -> Tensor:
         device, attention = stream.device, self.what.layers[number].mixer
         before, own = past[0].shape[1], torch.arange(len(stream), dtype=torch.int32, device=device)
         if attention.kv_of is not None:
@@ -296,7 +320,9 @@ class FastLayers:
         pairs = {layer: (stored[0], stored[1]) for layer in (0, attention.kv_of)}
         rotary = Rotary.of_layer(attention, self._embedding, before + len(own))
         stack = LayerStack([self.stack.layers[number]], self._multiply)
-        _, stream, last = stack(stream, KernelStep(layout), pairs, [rotary])
+        sides = self._sides(tokens, self.embed(tokens))
+        sides = sides[:, number, None] if sides is not None else None
+        _, stream, last = stack(stream, KernelStep(layout), pairs, [rotary], sides=sides)
         return _add(stream, last, None)[0]
 
     @torch.no_grad()

@@ -139,6 +139,28 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Side:
+    """A layer's last part, with an input of its own: x += post(down(activation(up(x)) * input))."""
+
+    up: nn.Linear
+    down: nn.Linear
+    activation: Activation
+    post: Norm
+
+
+@dataclass(frozen=True)
+class SideInputs:
+    """The inputs of all layers' sides: factor * (scale * embedding(token) + norm(projection_scale * projection(x)))."""
+
+    embedding: nn.Embedding  # [vocab, layers * size]
+    scale: float
+    projection: nn.Linear  # of the residual stream before the first layer
+    projection_scale: float
+    norm: Norm  # over each layer's input
+    factor: float
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: x += post(mixer(pre(x))), then x += post_mlp(mlp(pre_mlp(x)))."""
 
@@ -151,6 +173,7 @@ class Layer:
     # The MLP reads the mixer's input, normed by `pre`, and both are added to x: first the mixer's output, or their sum.
     parallel: Literal["stream", "sum"] | None = None
     residual_scale: float = 1.0  # of what is added to x
+    side: Side | None = None
     output_scale: float = 1.0  # of x, at the end
 
 
@@ -165,6 +188,7 @@ class Network:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    sides: SideInputs | None = None
 
     @property
     def hidden_size(self) -> int:
