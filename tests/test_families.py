@@ -65,7 +65,7 @@ SOME = ["gemma2", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "st
 
 @pytest.mark.parametrize("name", [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])])
 def test_a_node_of_a_tree_has_the_bits_of_plain_decoding(name):
-    target = SmallTarget(family_model(name, num_hidden_layers=2, **two_layers(name)).to(DEVICE, DTYPES[1]), exact=True)
+    target = SmallTarget(family_model(name, **two_layers(name)).to(DEVICE, DTYPES[1]), exact=True)
     prompt, tokens, parents = PROMPT[:9], [9, 10, 11, 12], [0, 0, 1, 0]
     cache = target.open(1, 64)
     list(target.prefill(cache, 0, prompt))
@@ -79,9 +79,11 @@ def test_a_node_of_a_tree_has_the_bits_of_plain_decoding(name):
 
 
 def two_layers(name):
-    """What keeps both kinds of layers of a model with two layers."""
-    changes = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[name] else {}
-    return changes
+    """Options of a model with one layer of each kind."""
+    if "num_hidden_layers" in FAMILIES[name]:
+        return {}
+    types = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[name] else {}
+    return {"num_hidden_layers": 2, **types}
 
 
 # The check on load

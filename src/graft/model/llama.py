@@ -251,8 +251,13 @@ class FastLayers:
     @property
     def _weights(self) -> Iterator[Tensor]:
         yield self._head
+        sides = self.what.sides
+        if sides is not None:
+            yield sides.projection.weight
         for layer in self.stack.layers:
             yield from layer.weights
+            if layer.what.side is not None:
+                yield from (layer.what.side.up.weight, layer.what.side.down.weight)
 
     def rotary(self, num_positions: int) -> list[Rotary]:
         """Rotary tables by layer. Layers with the same rotary positions share them."""

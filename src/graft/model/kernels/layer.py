@@ -22,7 +22,7 @@ from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.network import Activation, Norm
 
 _NEURONS_AT_ONCE = 1024
-_NUMBERS_AT_ONCE = 4096
+_NUMBERS_AT_ONCE = 1024
 # Activations, by number; 0 is none.
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu_squared": 4}
 _SILU, _GELU_TANH, _GELU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

@@ -17,7 +17,8 @@ from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.layout import Layout
 from graft.model.network import Attention
 
-_HEADS_AT_ONCE = 8
+# Heads of a program, and its warps; where one program takes all heads, heads of a block.
+_HEADS_AT_ONCE, _ALL_AT_ONCE = (8, 2), (32, 8)
 
 
 def rotate_and_store(
@@ -58,7 +59,8 @@ def rotate_and_store(
         norms_turned = attention.norms_turned
         value_eps = attention.v_norm.eps if attention.v_norm is not None else -1.0
     num_layers, num_tokens = qkv.shape[:-1] if qkv.dim() == 3 else (1, len(qkv))
-    blocks = triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE)
+    at_once, warps = _ALL_AT_ONCE if over_all else _HEADS_AT_ONCE
+    blocks = triton.cdiv(heads + 2 * kv_heads, at_once)
     rest = head_dim - 2 * half
     _rotate_kernel[(num_tokens, 1 if over_all else blocks, num_layers)](
         *(qkv, keys, values),
@@ -84,11 +86,11 @@ def rotate_and_store(
         NORMS_VALUES=value_eps >= 0,
         COPIES_KEYS=copied,
         BLOCKS=blocks,
-        BLOCK_H=_HEADS_AT_ONCE,
+        BLOCK_H=at_once,
         BLOCK_D=triton.next_power_of_2(half),
         BLOCK_R=triton.next_power_of_2(max(rest, 1)),
         BLOCK_ALL=triton.next_power_of_2(max(heads, 1) * head_dim),
-        num_warps=2,
+        num_warps=warps,
         **overlap.options(qkv.device),
         **gate.options(),
     )
