@@ -125,6 +125,9 @@ def test_there_are_always_experts_even_for_numbers_that_are_none():
     products = torch.tensor([[float("nan")] * 4, [float("inf"), 0.0, float("-inf"), 1.0]])
     experts = choose(products, top_k=3).experts
     assert all(sorted(set(row)) == sorted(row) and set(row) <= set(range(4)) for row in experts.tolist())
+    lowest = torch.full((6,), -torch.inf, device=DEVICE)
+    options = {"bias": lowest, "scoring": "softmax_of_chosen", "groups": 2, "top_groups": 2}
+    assert choose(torch.zeros(1, 6), top_k=5, **options).experts.tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_the_correction_moves_the_choice_and_not_the_weights():
@@ -204,4 +207,7 @@ def test_results_are_added_in_the_order_of_the_tokens_own_experts(wide):
     scaled = gates.to(SIXTEEN_BITS).float().sigmoid().to(SIXTEEN_BITS)[:, None] * shared
     expected = total.to(SIXTEEN_BITS) + scaled
     assert torch.equal(kernels.combine(results, choice, shared, wide), expected)
-    assert torch.equal(kernels.combine(results, replace(choice, gates=None), None, wide), total.to(SIXTEEN_BITS))
+    alone = replace(choice, gates=None)
+    assert torch.equal(kernels.combine(results, alone, None, wide), total.to(SIXTEEN_BITS))
+    large = torch.tensor([1e8, 1, -1e8, 1], device=DEVICE).repeat(3)[:, None]  # in another order the sum is 0 or 2
+    assert kernels.combine(large, replace(alone, weights=torch.ones_like(weights)), None, wide).tolist() == [[1]] * 3
