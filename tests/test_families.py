@@ -230,11 +230,11 @@ def test_layers_that_are_not_alike_are_all_checked(plain):
     what, layers = describe(model), FastLayers(describe(model))
     tried, run = [], FastLayers.run_layer
     layers.run_layer = lambda number, *given: (tried.append(number), run(layers, number, *given))[1]
-    assert likeness.why_unlike(model, what, layers) is None and tried == [0]
+    assert likeness.why_unlike(model, what, layers) is None and tried == [0, 0]
     odd = of_layers(lambda layer: replace(layer, residual_scale=1.5), lambda layer: layer is what.layers[2])(what)
     layers.what = odd
     likeness.why_unlike(model, odd, layers)
-    assert tried == [0, 0, 2]
+    assert set(tried[2:]) == {0, 2}
 
 
 def test_the_check_leaves_the_model_as_it_was(plain):
