@@ -27,7 +27,7 @@ ROUTERS: dict[str, RouterFamily] = {
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe"), RouterFamily()),
     "Mixtral": RouterFamily(normalises=True, wide_weights=True),
     "MiniMaxM2": RouterFamily("sigmoid", normalises=True, wide_weights=True),
-    "Glm4Moe": RouterFamily("sigmoid", wide=True, wide_weights=True, added_to_sum=1e-20),
+    **dict.fromkeys(("Glm4Moe", "Dots1"), RouterFamily("sigmoid", wide=True, wide_weights=True, added_to_sum=1e-20)),
     "Ernie4_5_Moe": RouterFamily(normalises=True, wide=True),
     "GptOss": RouterFamily("softmax_of_chosen", normalises=False),
 }
