@@ -213,8 +213,9 @@ def tiles_to_try(tokens: int, parts: int) -> Iterator[Tile]:
             size = (parts * outputs + tokens) * inputs * 2
             for memory in (227 * 1024, 113 * 1024):
                 stages = min((memory - 1024) // size, 8)
-                if stages >= 2 and (outputs == 64 or parts == 1):
-                    yield Tile(tokens, outputs, inputs, 4, stages)
+                is_wide = parts * outputs > 128  # too many numbers for four warps
+                if stages >= 2 and (tokens >= 64 or not is_wide):
+                    yield Tile(tokens, outputs, inputs, 8 if is_wide else 4, stages)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,19 @@ def test_a_token_has_the_same_bits_alone_and_in_any_company(name):
     assert torch.equal(run(x[20:25]), together[20:25])
 
 
+def test_weights_that_are_stored_anew_are_still_the_models_own(tmp_path):
+    model = family_model("gpt_oss")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    experts = describe(model).layers[0].mlp
+    Mixture(experts)
+    address = experts.gate_up.data_ptr()
+    Mixture(experts)
+    assert experts.gate_up.data_ptr() == address, "once is enough"
+    model.save_pretrained(tmp_path)
+    for own in (model, type(model).from_pretrained(tmp_path)):
+        assert all(torch.equal(weight, before[name]) for name, weight in own.named_parameters())
+
+
 def test_experts_whose_rows_the_device_cannot_load_in_blocks_are_refused():
     model = family_model("qwen3_moe").half()
     for layer in model.model.layers:
