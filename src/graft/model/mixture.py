@@ -14,6 +14,7 @@ from torch import Tensor
 from graft.model.kernels import experts as kernels
 from graft.model.kernels import routing
 from graft.model.kernels.matmul import Products
+from graft.model.kernels.mixed import Mixed
 from graft.model.network import Experts
 
 
@@ -50,8 +51,8 @@ class Mixture:
         return self._shared.weights if self._shared is not None else ()
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, multiply: Products) -> Tensor:
-        """The experts' weighted sum for tokens x [T, H]."""
+    def __call__(self, x: Tensor, multiply: Products) -> Mixed:
+        """What the experts give for tokens x [T, H]."""
         router, activation = self._experts.router, self._experts.activation
         shared = self._shared(x, multiply) if self._shared is not None else None
         choice = routing.choose(x, router, self._weight)
@@ -62,7 +63,7 @@ class Mixture:
             x, self._gate_up, choice, groups, tiles[0], self._gate_up_bias, activation, self._clamp
         )
         results = kernels.multiply(active, self._down, choice, groups, tiles[1], self._down_bias)
-        return kernels.combine(results, choice, shared, router.wide_weights)
+        return Mixed(results, choice.weights, router.wide_weights, shared, choice.gates)
 
 
 def _by_output(weight: Tensor, transposed: bool) -> Tensor:

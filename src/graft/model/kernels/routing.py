@@ -52,6 +52,7 @@ def choose(x: Tensor, router: Router, weight: Tensor | None = None) -> Choice:
     num_parts = triton.cdiv(num_inputs, _PART)
     sums = x.new_empty(num_parts, num_tokens, len(weight), dtype=torch.float32)
     block = 16 if num_tokens <= 64 else 64
+    inputs = 64 if weight.dtype is torch.float32 else _PART  # of a block, which is loaded before the wait
     grid = (triton.cdiv(num_tokens, block), triton.cdiv(len(weight), 64), num_parts)
     assert x.is_contiguous() and weight.is_contiguous()
     _router_kernel[grid](
@@ -59,7 +60,7 @@ def choose(x: Tensor, router: Router, weight: Tensor | None = None) -> Choice:
         PART=_PART,
         BLOCK_T=block,
         BLOCK_E=64,
-        BLOCK_K=64,
+        BLOCK_K=inputs,
         **overlap.options(x.device),
         **gate.options(),
     )
@@ -137,11 +138,11 @@ def _router_kernel(
     rows = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     acc = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
-    wait_for_previous(OVERLAPS)
     for place in tl.static_range(0, PART, BLOCK_K):
         columns = part * PART + place + tl.arange(0, BLOCK_K)
         inside = (columns < num_inputs)[None, :]
         w = tl.load(weight + rows[:, None] * num_inputs + columns[None, :], (rows < num_rows)[:, None] & inside, 0.0)
+        wait_for_previous(OVERLAPS)
         at = tokens[:, None].to(tl.int64) * num_inputs + columns[None, :]
         some = tl.load(x + at, (tokens < num_tokens)[:, None] & inside, 0.0).to(w.dtype)
         acc = tl.dot(w, some.T, acc, input_precision="ieee")
