@@ -1,9 +1,9 @@
-"""Static tensors of captured drafters: the inputs of graphs. `captured` uses them."""
+"""Static tensors of heads in Triton: the inputs of graphs. `head_drafter` uses them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,6 @@ class ByRow(NamedTuple):
     """Inputs of a graph by row, [R + 1] int32. Padding is zero, since row 0 of the block tables is reserved."""
 
     table_rows: Any = ()  # rows of the block tables
-    roots: Any = ()  # the last token of each row's text
     starts: Any = ()  # number of the row's earlier entries
     begins: Any = ()  # the row's first entry among those to run
     counts: Any = ()  # entries to run
@@ -91,12 +90,11 @@ class Numbers:
 class DraftBuffers:
     """Static tensors of a drafter's graphs over one page pool. Subclasses add those of draft passes."""
 
-    def __init__(self, pool: PagePool, store: KVStore, rotary: Rotary, number: int, num_passes: int) -> None:
-        """number: identifies the buffers in keys of graphs. num_passes: the most passes of a round."""
+    def __init__(self, pool: PagePool, store: KVStore, rotary: Rotary, number: int) -> None:
+        """number: identifies the buffers in keys of graphs."""
         device = pool.device
         self.max_rows = padded(pool.num_table_rows, ROWS)
         self.max_entries = max(padded(self.max_rows, ENTRIES), ENTRIES[-1])  # that one graph runs
-        self.num_passes = num_passes
         self.number, self.num_resized = number, pool.num_resized
         self.tables = pool.tables
         self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
@@ -107,8 +105,6 @@ class DraftBuffers:
         self.temperatures = torch.zeros(self.max_rows, device=device)
         # All zeros, since there is no tree: entries of the text see all entries before them.
         self.paths = torch.zeros(self.max_entries, 1, dtype=torch.int32, device=device)
-        # The state whose rows are in `round` and in the passes. Other states must run their passes again.
-        self.owner: Callable[[], object | None] = lambda: None
         self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
 
     @property

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
-from graft.model.noise import ComingDraws
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.beam_drafter import Found
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.early_exit.split import first_layers
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
 
@@ -53,8 +52,8 @@ class EarlyExitDrafter(SmallModelDrafter):
     def _new_runner(self, cache: KVCache) -> TargetRunner:
         return target_for(self.model, pool=cache.pool, store=cache.store)
 
-    def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Nothing to do: the target has read it."""
+    def read(self, chunks: Sequence[Any]) -> None:
+        """Nothing to do: the target has read them."""
 
     def learn(
         self,
@@ -66,8 +65,6 @@ class EarlyExitDrafter(SmallModelDrafter):
         for row in state.rows:  # accepted tokens are in the target's cache
             row.drop_drafts()
 
-    def _run_roots(
-        self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
-    ) -> tuple[Tensor, Tensor]:
-        tokens = torch.tensor(roots)[:, None]
-        return self._run_beams(state, tokens, torch.zeros_like(tokens), 0, topk, draws, depth=1)
+    def root(self, asked: Passes, topk: int) -> Found:
+        tokens = asked.roots[: len(asked.state.rows), None].long().cpu()
+        return self._run_nodes(asked, tokens, torch.zeros_like(tokens), 0, topk, depth=1)
