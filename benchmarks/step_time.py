@@ -28,6 +28,7 @@ from typing import Any
 
 import common
 import torch
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from tree_attention import random_tree
 
 from graft.model import KVCache
@@ -37,7 +38,6 @@ from graft.model.fusable import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 from graft.tree.tree import DraftTree
 

@@ -20,8 +20,8 @@ from graft.model.kv_cache import PAGE
 from graft.request.batch import Batch
 from graft.server.grammar import Grammars, GrammarSpec
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.head_drafter import HeadState
 from heads import make_head
 from proposers import Oracle, RandomTrees
 from scheduling import Asked, alone, new_model, undisturbed, unsettled, watched
@@ -233,7 +233,7 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 @pytest.mark.parametrize(
     "part",
     [
-        (EagerState, "select"),
+        (HeadState, "select"),
         (PagePool, "keep_prefix"),
         (PagePool, "release"),
         (DeviceRounds, "finish_text"),

@@ -18,16 +18,16 @@ def drafter_for(
     head: Eagle3Head | BlockHead, settings: TreeSettings | BlockTreeSettings | None = None
 ) -> Eagle3Drafter | BlockDrafter:
     """The drafter for a head on its device. settings: of the head's kind."""
-    fused: Any = None
+    fast: Any = None
     kind: Any = BlockDrafter if isinstance(head, BlockHead) else Eagle3Drafter
     if head.fc.weight.device.type == "cuda":
         try:
-            fused, reason = fused_for(head, settings)
+            fast, reason = fused_for(head, settings)
         except ImportError:  # no Triton: the target's runner warns about it
             reason = None
         if reason is not None:
             warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
-    drafter: Eagle3Drafter | BlockDrafter = kind(head, settings, fused)
+    drafter: Eagle3Drafter | BlockDrafter = kind(head, settings, fast)
     return drafter
 
 

@@ -2,9 +2,9 @@
 
 The head's KV store has an entry for each token of the text, made from the target's features of it. Drafts are written
 after these entries, and the next round overwrites them. A head's functions are `enter`, which makes entries, and those
-of draft passes. Some heads have them in Triton (`fused`): then entries are made in the round that brings the tokens,
+of draft passes. Some heads have them in Triton (`fast`): then entries are made in the round that brings the tokens,
 and device rounds include passes and entries in their own graphs. Other heads, and all on a CPU, are run directly: new
-entries wait until the next draft pass. Without a GPU, `fused` heads run too, and call functions instead of replaying
+entries wait until the next draft pass. Without a GPU, `fast` heads run too, and call functions instead of replaying
 graphs.
 """
 
@@ -116,15 +116,15 @@ class HeadDrafter(ABC):
         num_layers: int,
         key_heads: tuple[int, int],
         value_heads: tuple[int, int] | None = None,
-        fused: Any = None,
+        fast: Any = None,
     ) -> None:
         """weight: a weight [H, any] of the head, for its dtype, device and width.
 
-        num_layers, key_heads, value_heads: of the head's KV store, heads as (heads, head_dim). fused: the head in
+        num_layers, key_heads, value_heads: of the head's KV store, heads as (heads, head_dim). fast: the head in
         Triton, with `buffers`, `enter` and `run_passes`.
         """
         self.hidden_layers = hidden_layers
-        self._weight, self._num_layers, self._fused_head = weight, num_layers, fused
+        self._weight, self._num_layers, self.fast = weight, num_layers, fast
         self._key_heads, self._value_heads = key_heads, value_heads or key_heads
         self._stores: weakref.WeakKeyDictionary[PagePool, KVStore] = weakref.WeakKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[PagePool, Any] = weakref.WeakKeyDictionary()
@@ -149,7 +149,7 @@ class HeadDrafter(ABC):
 
     @property
     def is_captured(self) -> bool:
-        return self._fused_head is not None and self._captures.failure is None
+        return self.fast is not None and self._captures.failure is None
 
     @property
     def num_setups(self) -> int:
@@ -206,7 +206,7 @@ class HeadDrafter(ABC):
             buffers.seeds[:count].copy_(seeds[:count])
             buffers.temperatures[:count].copy_(temperatures[:count] / self.sharpness)
         with torch.no_grad():
-            self._fused_head.run_passes(buffers, asked, add_level)
+            self.fast.run_passes(buffers, asked, add_level)
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         """Capture the graphs that read prompts."""
@@ -351,7 +351,7 @@ class HeadDrafter(ABC):
         """The buffers over a pool, with its block tables on the device. Drops graphs over moved memory."""
         buffers: DraftBuffers | None = self._buffers.get(pool)
         if buffers is None or buffers.num_resized != pool.num_resized:
-            new = self._fused_head.buffers(pool, self.store_for(pool), next(self._numbers))
+            new = self.fast.buffers(pool, self.store_for(pool), next(self._numbers))
             if buffers is not None:
                 new.take(buffers)
             self._buffers[pool] = buffers = new
@@ -412,7 +412,7 @@ class HeadDrafter(ABC):
             max_context=context,
             only_chains=True,
         )
-        self._fused_head.enter(buffers, features.to(self._weight.dtype), new.tokens, by_row, layout)
+        self.fast.enter(buffers, features.to(self._weight.dtype), new.tokens, by_row, layout)
 
     def _try(self, state: HeadState) -> None:
         """Capture the head's functions on padding rows. If that fails, it is run directly from now on."""

@@ -83,11 +83,11 @@ class BlockDrafter(HeadDrafter):
 
     max_passes = 1
 
-    def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None, fused: Any = None) -> None:
-        """fused: the head's `FastBlock`, where it runs in Triton."""
+    def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None, fast: Any = None) -> None:
+        """fast: the head's `FastBlock`, where it runs in Triton."""
         config = head.config
         heads = (config.num_key_value_heads, config.head_dim)
-        super().__init__(config.target_layers, head.fc.weight, config.num_layers, heads, heads, fused)
+        super().__init__(config.target_layers, head.fc.weight, config.num_layers, heads, heads, fast)
         self.head = head
         self.settings = settings or BlockTreeSettings()
 

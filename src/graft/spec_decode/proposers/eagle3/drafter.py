@@ -22,11 +22,11 @@ class Eagle3Drafter(RecurrentDrafter):
 
     sharpness = 1.2  # fitted on answers to training prompts, see docs/benchmarks.md
 
-    def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None, fused: Any = None) -> None:
-        """fused: the head's `FastHead`, where it runs in Triton."""
+    def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None, fast: Any = None) -> None:
+        """fast: the head's `FastHead`, where it runs in Triton."""
         config = head.config
         heads = (config.num_key_value_heads, config.head_dim)
-        of_head = (config.target_layers, head.fc.weight, 1, heads, heads, fused)
+        of_head = (config.target_layers, head.fc.weight, 1, heads, heads, fast)
         super().__init__(config.draft_vocab_size, settings, *of_head)
         self.head = head
         self._fused = Fused(head, why_not, CpuHead)  # on a CPU

@@ -113,23 +113,28 @@ class FastHead:
         eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     def run_passes(self, buffers: Eagle3Buffers, asked: Passes, add_level: AddLevel) -> None:
-        shape, to_target = Shape.of(asked.num_rows, self.settings.topk, asked.keep), self.head.d2t
-        by_row, beams = buffers.round.by_row(shape.rows), buffers.beams.first(shape.rows, shape.beams)
+        shape = Shape.of(asked.num_rows, self.settings.topk, asked.keep)
         for number in range(asked.num_passes):
-            count = shape.rows * shape.count(number)
-            level = buffers.levels[number, :, :count]
             with gate.under(asked.made[number : number + 1]):
-                if number == 0:
-                    outputs = self.root(buffers, by_row, shape)
-                else:
-                    outputs = self.expand(buffers, by_row, shape, beams, asked.context)
-                draws = None
-                if asked.draws is not None:
-                    draws = buffers.draws(shape.rows, to_target)
-                    draws = draws._replace(num_passes=beams.num_passes if number else None)
-                best = self.likeliest(outputs, shape.beams, draws)
-                eagle3_kernels.spread(*best, to_target, beams, level, shape.keep, number == 0)
+                level = self.run_pass(buffers, shape, number, asked.draws is not None, asked.context)
             add_level(number, level[0], level[1], level[2].view(torch.float32))
+
+    def run_pass(
+        self, buffers: Eagle3Buffers, shape: Shape, number: int, knows_draws: bool, max_context: int
+    ) -> Tensor:
+        """Run a pass. Returns its level [3, nodes]: tokens, parents and the bits of q."""
+        by_row, beams = buffers.round.by_row(shape.rows), buffers.beams.first(shape.rows, shape.beams)
+        if number == 0:
+            outputs = self.root(buffers, by_row, shape)
+        else:
+            outputs = self.expand(buffers, by_row, shape, beams, max_context)
+        draws, to_target = None, self.head.d2t
+        if knows_draws:
+            draws = buffers.draws(shape.rows, to_target)._replace(num_passes=beams.num_passes if number else None)
+        level = buffers.levels[number, :, : shape.rows * shape.count(number)]
+        best = self.likeliest(outputs, shape.beams, draws)
+        eagle3_kernels.spread(*best, to_target, beams, level, shape.keep, number == 0)
+        return level
 
     def root(self, buffers: Eagle3Buffers, by_row: ByRow, shape: Shape) -> Tensor:
         """The head's outputs [R, H] at the last entries."""
