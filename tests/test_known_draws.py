@@ -22,8 +22,9 @@ from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.calibration import by_noise
+from graft.spec_decode.proposers.beam_drafter import likeliest
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
-from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
+from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter

@@ -248,7 +248,7 @@ def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(name, tmp_path):
     for start, end in ((0, 4), (4, 7)):
         index = torch.arange(end - start)[None]
         read = VerifyOutput(torch.tensor([PROMPT[start:end]]), index, [end - start], hidden[0], hidden[0, start:end])
-        drafter.read(state, 0, read, PROMPT[start + 1 : end + 1])
+        drafter.read([(state, 0, read, PROMPT[start + 1 : end + 1])])
     for path, q in drafted_nodes(drafter, state, torch.tensor(PROMPT[-1:])):
         assert q == pytest.approx(float(checkpoint.plain_draft(hidden, PROMPT, path[:-1])[path[-1]]), rel=1e-3)
 

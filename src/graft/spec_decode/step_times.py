@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.spec_decode.proposers.drafter import Passes
 from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.model import TargetRunner
-    from graft.spec_decode.proposers.drafter import Drafter
 
 RECENT = 9  # observations whose median counts: four slow ones change nothing, and common noise little
 FORGOTTEN = 200  # rounds after which a size that is not tried is unknown again: its two new tries cost at most 1 %
@@ -224,26 +222,6 @@ class TimesByRows:
         self._known = {}
         for rows, passes, seconds in state.view(-1, 3).tolist():
             self._known.setdefault(int(rows), {})[int(passes)] = Recent([seconds] * RECENT)
-
-
-def time_pass(drafter: Drafter, target: TargetRunner) -> float:
-    """Seconds of a draft pass for one row, on a scratch state: the best of three, since the first includes set-up."""
-    cache, best = target.open(1, num_slots=8), math.inf
-    ends: list[float] = []
-
-    def end_pass(number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
-        float(q[0])  # waits for the device
-        ends.append(time.perf_counter())
-
-    try:
-        asked = Passes.scratch(target.pool, drafter.open(cache), cache.rows, min(drafter.max_passes, 2))
-        for _ in range(3):
-            ends.append(time.perf_counter())
-            drafter.run_passes(asked, end_pass)
-            best = min(best, ends[-1] - ends[-2])  # the first of two expands no beams yet, so the other costs more
-    finally:
-        cache.release()
-    return best
 
 
 def time_step(target: TargetRunner, num_tokens: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -171,6 +173,26 @@ class CapturedDrafter(Drafter, Protocol):
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
         """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
+
+
+def time_pass(drafter: Drafter, target: TargetRunner) -> float:
+    """Seconds of a draft pass for one row, on a scratch state: the best of three, since the first includes set-up."""
+    cache, best = target.open(1, num_slots=8), math.inf
+    ends: list[float] = []
+
+    def end_pass(number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
+        float(q[0])  # waits for the device
+        ends.append(time.perf_counter())
+
+    try:
+        asked = Passes.scratch(target.pool, drafter.open(cache), cache.rows, min(drafter.max_passes, 2))
+        for _ in range(3):
+            ends.append(time.perf_counter())
+            drafter.run_passes(asked, end_pass)
+            best = min(best, ends[-1] - ends[-2])  # the first of two expands no beams yet, so the other costs more
+    finally:
+        cache.release()
+    return best
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:
