@@ -28,17 +28,19 @@ from typing import Any
 
 import common
 import torch
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from tree_attention import random_tree
 
 from graft.model import KVCache
-from graft.model.captures import Run
+from graft.model.captures import Run, context_for
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.fusable import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
+from graft.spec_decode.proposers.beam_drafter import Shape
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.spec_decode.proposers.factory import fused_for
 from graft.tree.tree import DraftTree
 
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -152,23 +154,26 @@ def time_draft_pass(name: str, target: CapturedTarget, context: int, options: ar
     head.borrow_embedding(target.model.get_input_embeddings().weight)
     tree, times = TreeSettings(depth=1, topk=2) if options.dry_run else TreeSettings(), {}
     for eight_bits in (False, True):
-        drafter = CapturedEagle3Drafter(head, replace(tree, eight_bits=eight_bits))
-        if drafter.fast.has_eight_bits != eight_bits:
+        settings = replace(tree, eight_bits=eight_bits)
+        drafter = Eagle3Drafter(head, settings, fused_for(head, settings)[0])
+        fast = drafter.fast
+        if fast.has_eight_bits != eight_bits:
             continue
         cache = target.open(num_rows, context + drafter.num_slots)
         for row in cache.rows:
             row.length = context
         state = drafter.open(cache)
-        if not drafter.is_captured(state):
+        if not drafter.is_captured:
             sys.exit("the head was not captured")
-        roots = torch.zeros(num_rows, dtype=torch.int64)
+        asked = Passes.scratch(target.pool, state, cache.rows, 1)
         draws = ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)])
-        buffers, padded_context = drafter._begin(state, roots, draws), drafter._context(state.rows)
+        asked = replace(asked, text_lengths=torch.full_like(asked.text_lengths, context + 1), draws=draws)
+        shape, padded_context = Shape.of(num_rows, tree.topk, asked.keep), context_for(context)
+        buffers = drafter.buffers_of(target.pool)
         found: tuple[list[float], list[float]] = ([], [])
         for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
-            shape = drafter._shape_of(num_rows, KEPT_OF_A_LEVEL, knows_draws)
-            drafter._run_root(buffers, shape)
-            expand = partial(drafter._run_expand, buffers, shape)
+            drafter.run_passes(asked, lambda *level: None)
+            expand = partial(fast.run_pass, buffers, shape, 1, knows_draws)
             found[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
         cache.release()
         bits = "8" if eight_bits else "16"

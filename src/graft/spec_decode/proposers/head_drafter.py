@@ -172,7 +172,7 @@ class HeadDrafter(ABC):
             if self.is_captured and captures.num_captured == 0:
                 self._try(state)
             if self.is_captured:
-                for row, kept in itertools.product(cache.rows, self._buffers_of(pool).by_table_row):
+                for row, kept in itertools.product(cache.rows, self.buffers_of(pool).by_table_row):
                     kept[row.block_table_row].zero_()  # what the row's previous owner left
         return state
 
@@ -196,7 +196,7 @@ class HeadDrafter(ABC):
             self.draft(asked, add_level)
             return
         pool, num_rows = asked.pool, asked.num_rows
-        buffers = self._buffers[pool] if asked.state is None else self._buffers_of(pool)
+        buffers = self._buffers[pool] if asked.state is None else self.buffers_of(pool)
         by_row = buffers.round.by_row(num_rows)
         for part, given in ((by_row.table_rows, asked.table_rows), (by_row.lengths, asked.lengths)):
             part[:num_rows].copy_(given)
@@ -217,7 +217,7 @@ class HeadDrafter(ABC):
             if not (self.is_captured and verified.is_captured):
                 return
             with self._captures.lock, state.pool.lock:
-                buffers = self._buffers_of(state.pool)
+                buffers = self.buffers_of(state.pool)
                 hidden = self._hidden_of(buffers, verified)
                 for number, size in enumerate(ENTRIES):
                     target.progress(Report("graphs", number, len(ENTRIES), f"drafter, {size} entries"))
@@ -230,7 +230,7 @@ class HeadDrafter(ABC):
 
     def prepare_pool(self, pool: PagePool) -> int:
         """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
-        number: int = self._buffers_of(pool).number
+        number: int = self.buffers_of(pool).number
         return number
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
@@ -265,7 +265,7 @@ class HeadDrafter(ABC):
         """Copy the head's state of one row of the block tables to another row."""
         if self.is_captured:
             with self._captures.lock, pool.lock:
-                for kept in self._buffers_of(pool).by_table_row:
+                for kept in self.buffers_of(pool).by_table_row:
                     kept[target] = kept[source]
 
     # New entries
@@ -318,7 +318,7 @@ class HeadDrafter(ABC):
     ) -> None:
         """Make entries by graphs. Their pages exist, because the target has written the same tokens."""
         with self._captures.lock, pool.lock:
-            buffers = self._buffers_of(pool)
+            buffers = self.buffers_of(pool)
             hidden = self._hidden_of(buffers, verified)
             is_one = sum(map(len, tokens)) <= buffers.max_entries
             most = buffers.max_entries // (1 if is_one else len(rows))
@@ -347,7 +347,7 @@ class HeadDrafter(ABC):
 
     # Graphs
 
-    def _buffers_of(self, pool: PagePool) -> Any:
+    def buffers_of(self, pool: PagePool) -> Any:
         """The buffers over a pool, with its block tables on the device. Drops graphs over moved memory."""
         buffers: DraftBuffers | None = self._buffers.get(pool)
         if buffers is None or buffers.num_resized != pool.num_resized:
@@ -419,7 +419,7 @@ class HeadDrafter(ABC):
         pool, captures = state.pool, self._captures
         context, size = self._context(state.rows), ENTRIES[0]
         try:
-            buffers = self._buffers_of(pool)
+            buffers = self.buffers_of(pool)
             buffers.round.load(ByRow(), ByEntry(), size)
             padding = [Row(0)] * len(state.rows)
             asked = Passes.scratch(pool, None, padding, self.max_passes)
