@@ -25,7 +25,7 @@ class Level:
 
 def drafts(drafter, state, roots, keep=None, count=None, draws=None):
     """The levels of the trees that `count` passes propose below roots [B]. keep: nodes of a level; None: all."""
-    pool = getattr(state, "pool", None) or state.runner.pool
+    pool = state.pool
     rows = [getattr(own, "row", None) or own.target for own in state.rows]
     longest = max(row.length for row in rows)
     scratch = Passes.scratch(pool, state, rows, min(count or drafter.max_passes, drafter.max_passes))

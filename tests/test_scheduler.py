@@ -19,9 +19,8 @@ from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.request.batch import Batch
 from graft.server.grammar import Grammars, GrammarSpec
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import DraftState, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.head_drafter import HeadState
 from heads import make_head
 from proposers import Oracle, RandomTrees
 from scheduling import Asked, alone, new_model, undisturbed, unsettled, watched
@@ -233,7 +232,7 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 @pytest.mark.parametrize(
     "part",
     [
-        (HeadState, "select"),
+        (DraftState, "select"),
         (PagePool, "keep_prefix"),
         (PagePool, "release"),
         (DeviceRounds, "finish_text"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from graft.model.captures import Captures
 from graft.model.kv_cache import PAGE, PagePool, Row
 from graft.model.noise import ComingDraws
 from graft.settings import Settings, check_size
@@ -18,7 +20,6 @@ from graft.tree.device.round import MAX_TOKENS, AddLevel
 
 if TYPE_CHECKING:
     from graft.model import KVCache, TargetRunner, VerifyOutput
-    from graft.tree.device.buffers import Entries
 
 KEPT_OF_A_LEVEL = 24  # the likeliest drafted nodes of a depth, which become candidates; others are never verified
 
@@ -37,21 +38,33 @@ class TreeSettings(Settings):
             check_size(name, getattr(self, name))
 
 
-class DraftState(Protocol):
-    """A drafter's state for the rows of one batch."""
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class DraftState(Generic[R]):
+    """A drafter's state for the rows of one batch. Each row has a `length`: see `lengths`."""
+
+    drafter: Any
+    pool: PagePool  # of its keys and values
+    rows: list[R]
 
     @property
     def lengths(self) -> list[int]:
         """By row, how many tokens have the keys and values of both the target and the drafter in the pages."""
+        return [row.length for row in self.rows]  # type: ignore[attr-defined]
 
     def select(self, rows: Sequence[int]) -> Self:
         """The state of these rows, in this order."""
+        return replace(self, rows=[self.rows[row] for row in rows])
+
+    def concat(self, other: Self) -> Self:
+        """These rows, then those of another state of the same drafter."""
+        return replace(self, rows=self.rows + other.rows)
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         """Copy row `source` to row `target`, whose pages are those of `row` and continue those of the source."""
-
-    def concat(self, other: Any) -> Self:
-        """A new state: these rows, then those of another state of the same drafter."""
+        self.rows[target] = self.drafter.copied(self, self.rows[source], row)
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class Drafter(Protocol):
 
     @property
     def is_captured(self) -> bool:
-        """Whether its passes may be part of CUDA graphs: see `CapturedDrafter`."""
+        """Whether its passes and new entries may be part of a device round's graphs: see `HeadDrafter`."""
 
     @property
     def max_passes(self) -> int:
@@ -136,11 +149,14 @@ class Drafter(Protocol):
     def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
         """How many of a pass's likeliest last nodes the next pass expands; 0 if there is only one pass."""
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState[Any]:
         """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
 
         texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
+
+    def copied(self, state: Any, known: Any, row: Row) -> Any:
+        """A copy of a row of the state, for a row whose pages continue those of the known one."""
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         """Do one-time work now, such as graph captures, so that the first requests need not wait for it.
@@ -165,34 +181,29 @@ class Drafter(Protocol):
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
 
 
-class CapturedDrafter(Drafter, Protocol):
-    """A drafter whose passes can be part of a device round's graphs. In its state, each of `rows` has a `length`."""
-
-    def prepare_pool(self, pool: PagePool) -> int:
-        """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
-
-    def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
-        """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
-
-
 def time_pass(drafter: Drafter, target: TargetRunner) -> float:
-    """Seconds of a draft pass for one row, on a scratch state: the best of three, since the first includes set-up."""
-    cache, best = target.open(1, num_slots=8), math.inf
-    ends: list[float] = []
-
-    def end_pass(number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
-        float(q[0])  # waits for the device
-        ends.append(time.perf_counter())
-
+    """Seconds of a draft pass for one row, on a scratch state: the best of three rounds, the first of which sets up."""
+    cache, best, num_passes = target.open(1, num_slots=8), math.inf, drafter.max_passes
     try:
-        asked = Passes.scratch(target.pool, drafter.open(cache), cache.rows, min(drafter.max_passes, 2))
+        asked = Passes.scratch(target.pool, drafter.open(cache), cache.rows, num_passes)
+        run = partial(drafter.run_passes, asked, _ignore)
+        if drafter.is_captured:  # as in rounds
+            head: Any = drafter
+            head.prepare_pool(target.pool)
+            in_graph = partial(drafter.run_passes, replace(asked, state=None), _ignore)
+            run = Captures(target.device).capture(in_graph)  # type: ignore[assignment]
         for _ in range(3):
-            ends.append(time.perf_counter())
-            drafter.run_passes(asked, end_pass)
-            best = min(best, ends[-1] - ends[-2])  # the first of two expands no beams yet, so the other costs more
+            start = time.perf_counter()
+            run()
+            target.synchronize()
+            best = min(best, time.perf_counter() - start)
     finally:
         cache.release()
-    return best
+    return best / num_passes
+
+
+def _ignore(*level: Any) -> None:
+    """Take a level's nodes, and do nothing with them."""
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from graft.model.layout import Layout
 from graft.model.noise import ComingDraws
 from graft.progress import Report
 from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, ragged
-from graft.spec_decode.proposers.drafter import Passes
+from graft.spec_decode.proposers.drafter import DraftState, Passes
 from graft.tree.device.buffers import Entries
 from graft.tree.device.round import AddLevel
 from graft.tree.tree import DraftTree
@@ -51,28 +51,7 @@ class HeadRow:
     hidden: Tensor | None = None  # [H] the head's output at the last entry, if passes begin with it
 
 
-@dataclass(eq=False)
-class HeadState:
-    """Draft state of one batch."""
-
-    drafter: HeadDrafter
-    pool: PagePool
-    rows: list[HeadRow]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.length for row in self.rows]
-
-    def select(self, rows: Sequence[int]) -> Self:
-        return replace(self, rows=[self.rows[row] for row in rows])
-
-    def concat(self, other: Self) -> Self:
-        return replace(self, rows=self.rows + other.rows)
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        own = self.rows[source]
-        self.drafter.copy_table_row(self.pool, own.row.block_table_row, row.block_table_row)
-        self.rows[target] = replace(own, row=row, pending=list(own.pending), following=list(own.following))
+HeadState = DraftState[HeadRow]
 
 
 @dataclass
@@ -176,6 +155,13 @@ class HeadDrafter(ABC):
                     kept[row.block_table_row].zero_()  # what the row's previous owner left
         return state
 
+    def copied(self, state: HeadState, known: HeadRow, row: Row) -> HeadRow:
+        if self.is_captured:
+            with self._captures.lock, state.pool.lock:
+                for kept in self.buffers_of(state.pool).by_table_row:
+                    kept[row.block_table_row] = kept[known.row.block_table_row]
+        return replace(known, row=row, pending=list(known.pending), following=list(known.following))
+
     def read(self, chunks: Sequence[tuple[HeadState, int, VerifyOutput, Sequence[int]]]) -> None:
         firsts = [int(verified.index[0, 0]) for _, _, verified, _ in chunks]
         tokens = [list(following) for *_, following in chunks]
@@ -261,13 +247,6 @@ class HeadDrafter(ABC):
         cache.write_at(cache.slots_of([(row.row, position) for row, position in places]))
         return cache
 
-    def copy_table_row(self, pool: PagePool, source: int, target: int) -> None:
-        """Copy the head's state of one row of the block tables to another row."""
-        if self.is_captured:
-            with self._captures.lock, pool.lock:
-                for kept in self.buffers_of(pool).by_table_row:
-                    kept[target] = kept[source]
-
     # New entries
 
     @torch.no_grad()
@@ -324,23 +303,16 @@ class HeadDrafter(ABC):
             most = buffers.max_entries // (1 if is_one else len(rows))
             for first in range(0, max(map(len, tokens)), most):
                 part, places = ([own[first : first + most] for own in by_row] for by_row in (tokens, sources))
-                size = self._load(buffers, rows, part, places)
+                counts = np.array([len(own) for own in part])
+                entry_rows, entry_places, begins = ragged(counts)
+                table_rows, starts = [row.row.block_table_row for row in rows], [row.length for row in rows]
+                flat = (list(itertools.chain.from_iterable(parts)) for parts in (part, places))
+                size = padded(len(entry_rows), ENTRIES)
+                by_row = ByRow(table_rows, starts=starts, begins=begins, counts=counts)
+                buffers.round.load(by_row, ByEntry(entry_rows, entry_places, *flat), size)
                 self._replay_read(buffers, size, self._context(rows), hidden, verified.is_captured)
                 for row, new in zip(rows, part, strict=True):
                     row.length += len(new)
-
-    def _load(
-        self, buffers: Any, rows: Sequence[HeadRow], tokens: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
-    ) -> int:
-        """Send entries to the device. Returns their number with padding."""
-        counts = np.array([len(own) for own in tokens])
-        entry_rows, places, begins = ragged(counts)
-        table_rows, starts = [row.row.block_table_row for row in rows], [row.length for row in rows]
-        by_row = ByRow(table_rows, starts=starts, begins=begins, counts=counts)
-        flat = (list(itertools.chain.from_iterable(parts)) for parts in (tokens, sources))
-        size = padded(len(places), ENTRIES)
-        buffers.round.load(by_row, ByEntry(entry_rows, places, *flat), size)
-        return size
 
     def _context(self, rows: Sequence[HeadRow]) -> int:
         return context_for(max((row.length for row in rows), default=0), self.contexts)
@@ -421,8 +393,8 @@ class HeadDrafter(ABC):
         try:
             buffers = self.buffers_of(pool)
             buffers.round.load(ByRow(), ByEntry(), size)
-            padding = [Row(0)] * len(state.rows)
-            asked = Passes.scratch(pool, None, padding, self.max_passes)
+            padding = [Row(0)] * max(len(state.rows), 1)
+            asked = Passes.scratch(pool, None, padding, min(self.max_passes, 2))  # later ones are like the second
             hidden = self._weight.new_zeros(1, self._weight.shape[1])
 
             def work() -> None:

@@ -42,6 +42,10 @@ class AlignedRow(ModelRow):
     unseen: list[int] = field(default_factory=list)  # target tokens to be added to `text`
 
     @property
+    def length(self) -> int:
+        return self.target.length  # the drafter uses none of the target's pages
+
+    @property
     def num_ids(self) -> int:
         """Known target tokens. The root is among them unless this is a first round."""
         return (len(self.text.ids) if self.text is not None else 0) + len(self.unseen)
@@ -56,29 +60,6 @@ class AlignedRow(ModelRow):
         drafts = self.text.drafts if self.text is not None else []
         self.own.length = max(min(length, len(drafts) - 1), 0)
         self.pending = drafts[self.own.length : -1]
-
-
-class AlignedState(ModelState[AlignedRow]):
-    """Draft state of one batch."""
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.target.length for row in self.rows]  # the drafter uses none of the target's pages
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        known, pool = self.rows[source], self.runner.pool
-        copied = AlignedRow(pool.open_row(0), row, unseen=list(known.unseen))
-        if known.text is not None:
-            copied.text = known.text.copy()
-            # Only pages of settled tokens are shared, as neither row writes to them again.
-            known.drop_drafts()
-            known.keep(min(known.own.length, known.text.num_settled))
-            try:
-                pool.copy(known.own, copied.own)
-            except NoRoomError:  # the copy reads its text again when there is room
-                copied.own.length = 0
-            copied.keep(copied.own.length)
-        self.rows[target] = copied
 
 
 class OtherTokenizerDrafter(SmallModelDrafter):
@@ -125,13 +106,27 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         own = PagePool(self.device, self._max_positions, there, pool.num_table_rows - 1, **size)
         return target_for(self.model, pool=own)
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> ModelState:
         runner = self._runner(cache)
         rows = []
         for number, row in enumerate(cache.rows):
             known = list(texts[number][: row.length]) if texts else []
             rows.append(AlignedRow(runner.pool.open_row(0), row, text=TextRow(self._pair), unseen=known))
-        return AlignedState(runner, rows)
+        return ModelState(self, runner.pool, rows, runner)
+
+    def copied(self, state: ModelState, known: AlignedRow, row: Row) -> AlignedRow:
+        copied = AlignedRow(state.pool.open_row(0), row, unseen=list(known.unseen))
+        if known.text is not None:
+            copied.text = known.text.copy()
+            # Only pages of settled tokens are shared, as neither row writes to them again.
+            known.drop_drafts()
+            known.keep(min(known.own.length, known.text.num_settled))
+            try:
+                state.pool.copy(known.own, copied.own)
+            except NoRoomError:  # the copy reads its text again when there is room
+                copied.own.length = 0
+            copied.keep(copied.own.length)
+        return copied
 
     def read(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
         for state, row, verified, _ in chunks:
@@ -208,11 +203,11 @@ class OtherTokenizerDrafter(SmallModelDrafter):
 
     # Reading the text
 
-    def _read_unseen(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+    def _read_unseen(self, state: ModelState, rows: Sequence[AlignedRow]) -> None:
         self._align(state, rows)
         self._read_pending(state, [row for row in rows if self._has_room(state, row)])
 
-    def _align(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+    def _align(self, state: ModelState, rows: Sequence[AlignedRow]) -> None:
         """Align new text. Keep keys and values of unchanged tokens, and of drafts that have become text."""
         drafted: list[tuple[AlignedRow, list[int]]] = []
         for row in rows:
@@ -232,7 +227,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             if row.text is not None:
                 row.keep(row.own.length)
 
-    def _has_room(self, state: AlignedState, row: AlignedRow) -> bool:
+    def _has_room(self, state: ModelState, row: AlignedRow) -> bool:
         """Whether text and drafts fit in the context and in the pool. Gives up rows that outgrow the context."""
         if row.text is None:
             return False
@@ -241,17 +236,17 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             self._give_up(state, row)
             return False
         try:
-            state.runner.pool.ensure(row.own, len(row.text.drafts) + self.num_slots)
+            state.pool.ensure(row.own, len(row.text.drafts) + self.num_slots)
         except NoRoomError:
             return False
         return True
 
-    def _give_up(self, state: AlignedState, row: AlignedRow) -> None:
+    def _give_up(self, state: ModelState, row: AlignedRow) -> None:
         """Stop drafting for this row, and release its pages."""
         row.text, row.unseen, row.pending = None, [], []
         row.drop_drafts()
         row.own.length = 0
-        state.runner.pool.trim(row.own, 0)
+        state.pool.trim(row.own, 0)
 
 
 def _nodes_of(tries: Sequence[TargetTrie], max_depth: int, keep: int, size: int) -> tuple[Tensor, Tensor, Tensor]:

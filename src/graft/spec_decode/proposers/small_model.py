@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from graft.model.noise import ComingDraws
 from graft.model.support import check_supported
 from graft.settings import require
 from graft.spec_decode.proposers.beam_drafter import BeamDrafter, Found, likeliest
-from graft.spec_decode.proposers.drafter import Passes, TreeSettings
+from graft.spec_decode.proposers.drafter import DraftState, Passes, TreeSettings
 from graft.tree.device.buffers import Beams
 from graft.tree.tree import DraftTree
 
@@ -39,9 +39,9 @@ class ModelRow:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
-        return cls(Row(row.block_table_row, row.pages, length), row, list(pending))
+    @property
+    def length(self) -> int:
+        return self.own.length
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Indices of the drafted path with these tokens, as far as it was drafted."""
@@ -58,29 +58,11 @@ class ModelRow:
         self.tokens, self.parents = [], []
 
 
-R = TypeVar("R", bound=ModelRow)
-
-
-@dataclass
-class ModelState(Generic[R]):
-    """Draft state of one batch."""
+@dataclass(eq=False)
+class ModelState(DraftState[Any]):
+    """Draft state of one batch, of rows `ModelRow`."""
 
     runner: TargetRunner
-    rows: list[R]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.own.length for row in self.rows]
-
-    def select(self, rows: Sequence[int]) -> Self:
-        return replace(self, rows=[self.rows[row] for row in rows])
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        known = self.rows[source]
-        self.rows[target] = type(known).of(row, known.own.length, known.pending)
-
-    def concat(self, other: Self) -> Self:
-        return replace(self, rows=self.rows + other.rows)
 
 
 class SmallModelDrafter(BeamDrafter):
@@ -128,7 +110,11 @@ class SmallModelDrafter(BeamDrafter):
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         # A prefix from the prefix cache has keys and values of both models.
-        return ModelState(self._runner(cache), [ModelRow.of(row, row.length) for row in cache.rows])
+        rows = [ModelRow(Row(row.block_table_row, row.pages, row.length), row) for row in cache.rows]
+        return ModelState(self, cache.pool, rows, self._runner(cache))
+
+    def copied(self, state: ModelState, known: Any, row: Row) -> ModelRow:
+        return ModelRow(Row(row.block_table_row, row.pages, known.own.length), row, list(known.pending))
 
     def _runner(self, cache: KVCache) -> TargetRunner:
         """The draft model's runner for the pool of a target's cache."""
@@ -157,7 +143,7 @@ class SmallModelDrafter(BeamDrafter):
 
     def learn(
         self,
-        state: ModelState[Any],
+        state: ModelState,
         verified: VerifyOutput,
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
@@ -217,7 +203,7 @@ class SmallModelDrafter(BeamDrafter):
             row.tokens, row.parents = run
         return _joined(found)
 
-    def _read_pending(self, state: ModelState[Any], rows: Sequence[ModelRow]) -> None:
+    def _read_pending(self, state: ModelState, rows: Sequence[ModelRow]) -> None:
         """Read pending tokens, in several steps if there are many."""
         most = state.runner.chunk_size
         while rows := [row for row in rows if row.pending]:

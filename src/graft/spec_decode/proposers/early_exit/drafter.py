@@ -7,7 +7,7 @@ through all layers, and overwrites the drafter's keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,14 +17,6 @@ from graft.spec_decode.proposers.beam_drafter import Found
 from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.early_exit.split import first_layers
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
-
-
-class ExitRow(ModelRow):
-    """One row's draft state, in the target's own row."""
-
-    @classmethod
-    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
-        return cls(row, row)
 
 
 class EarlyExitDrafter(SmallModelDrafter):
@@ -47,7 +39,10 @@ class EarlyExitDrafter(SmallModelDrafter):
         return 0
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
-        return ModelState(self._runner(cache), [ExitRow.of(row, row.length) for row in cache.rows])
+        return ModelState(self, cache.pool, [ModelRow(row, row) for row in cache.rows], self._runner(cache))
+
+    def copied(self, state: ModelState, known: Any, row: Row) -> ModelRow:
+        return ModelRow(row, row)
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
         return target_for(self.model, pool=cache.pool, store=cache.store)
@@ -57,7 +52,7 @@ class EarlyExitDrafter(SmallModelDrafter):
 
     def learn(
         self,
-        state: ModelState[Any],
+        state: ModelState,
         verified: VerifyOutput,
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
