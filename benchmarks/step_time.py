@@ -33,7 +33,7 @@ from tree_attention import random_tree
 from graft.model import KVCache
 from graft.model.captures import Run, context_for
 from graft.model.cuda_graphs import CapturedTarget
-from graft.model.fusable import why_not
+from graft.model.families import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.proposers.beam_drafter import Shape

@@ -3,6 +3,8 @@ thousands of times. In Triton's interpreter one program takes 20 ms."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,11 @@ from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import eight_bits as eight_bit_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
+from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS
 from graft.model.layout import Layout
+from graft.model.network import Attention, Norm
 from graft.model.noise import gumbel_noise, noise_of_tokens
 from graft.model.sampler import truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
@@ -26,8 +30,9 @@ from graft.tree.device.buffers import Beams, DraftDraws
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (plan, tree_attention, commit):
         monkeypatch.setattr(attention_kernels, function.__name__, function)
-    for function in (lay_out, add_norm, rotate_and_store, silu_mul):
+    for function in (lay_out, add_norm, activate, finish_logits):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
+    monkeypatch.setattr(rotary_kernels, "rotate_and_store", rotate_and_store)
     monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
     monkeypatch.setattr(eight_bit_kernels, "in_eight_bits", in_eight_bits)
     monkeypatch.setattr(topk_kernels, "highest", highest)
@@ -51,14 +56,30 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 def add_norm(
     stream: Tensor,
     delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
+    norm: Tensor | Norm | None,
+    eps: float = 0.0,
     total: Tensor | None = None,
     normed: Tensor | None = None,
+    *,
+    post: Norm | None = None,
+    more: Tensor | None = None,
+    sum_first: bool = False,
+    scale: float = 1.0,
+    output_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    added = stream if delta is None else stream + delta
-    turns = weight.view(-1, weight.shape[-1]).repeat(len(added), 1)[: len(added)]
-    results = added, _norm(added, turns, eps)
+    added = stream
+    if delta is not None:
+        delta = (delta if post is None else normed_by(post, delta)) * scale
+        if more is not None and sum_first:
+            added = (delta + more) + stream
+        else:
+            added = stream + delta if more is None else (stream + delta) + more
+        added = added * output_scale
+    if isinstance(norm, Tensor):
+        turns = norm.view(-1, norm.shape[-1]).repeat(len(added), 1)[: len(added)]
+        results = added, _norm(added, turns, eps)
+    else:
+        results = added, added if norm is None else normed_by(norm, added)
     total, normed = (
         new if out is None else out.copy_(fitted(new, out.dtype))
         for out, new in zip((total, normed), results, strict=True)
@@ -71,9 +92,12 @@ def rotate_and_store(
     keys: Tensor,
     values: Tensor,
     layout: Layout,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    *,
+    attention: Attention | None = None,
+    growth: Tensor | None = None,
 ) -> None:
     if qkv.dim() == 3:
         for number, (own, key, value) in enumerate(zip(qkv, keys, values, strict=True)):
@@ -82,24 +106,86 @@ def rotate_and_store(
         return
     kv_heads, head_dim = keys.shape[1:]
     vectors = qkv.view(len(qkv), -1, head_dim)
-    heads = vectors.shape[1] - 2 * kv_heads
-    query, key, value = vectors.split((heads, kv_heads, kv_heads), dim=1)
+    stores = attention is None or attention.kv_of is None
+    if attention is not None and attention.values_are_keys:
+        parts = vectors.split((vectors.shape[1] - kv_heads, kv_heads), dim=1)
+        query, key, value = *parts, parts[1]
+    elif stores:
+        query, key, value = vectors.split((vectors.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    else:
+        query, key, value = vectors, vectors[:, :0], vectors[:, :0]
+    turned_last = attention is None or not attention.norms_turned
+    both = [query, key]
     if norms is not None:
-        query, key = _norm(query, norms[0], norms[2]), _norm(key, norms[1], norms[2])
+        both = [_norm(part, weight, norms[2]) for part, weight in zip(both, norms[:2], strict=True)]
+
+    def normed(parts: list[Tensor]) -> list[Tensor]:
+        own = (None, None) if attention is None else (attention.q_norm, attention.k_norm)
+        return [part if norm is None else normed_by(norm, part) for part, norm in zip(parts, own, strict=True)]
+
+    both = normed(both) if turned_last else both
     lengths = layout.lengths[layout.rows.long()]
-    positions = (lengths + layout.depths).clamp(max=len(cos) - 1).long()
-    c, s = (table[positions].repeat(1, 2)[:, None] for table in (cos, sin))
-    query, key = (
-        x * c + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * s for x in (query, key)
-    )
-    vectors[:, :heads] = query
-    slots = slots_of(layout.tables, layout.table_rows[layout.rows.long()], lengths + layout.places)
-    keys[slots], values[slots] = key, value
+    positions = (lengths + layout.depths).long()
+    if cos is not None and sin is not None:
+        c, s = (table[positions.clamp(max=len(cos) - 1)][:, None].float() for table in (cos, sin))
+        rotary = attention.rotary if attention is not None else None
+        neighbours, wide = (rotary.interleaved, rotary.wide) if rotary is not None else (False, False)
+        both = [_turned(part, c, s, neighbours, wide) for part in both]
+    both = both if turned_last else normed(both)
+    vectors[:, : query.shape[1]] = both[0] if growth is None else both[0] * growth[positions][:, None, None]
+    if stores:
+        if attention is not None and attention.v_norm is not None:
+            value = normed_by(attention.v_norm, value)
+        slots = slots_of(layout.tables, layout.table_rows[layout.rows.long()], lengths + layout.places)
+        keys[slots], values[slots] = both[1], value
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=1)
-    return nn.functional.silu(gate) * up
+def _turned(x: Tensor, c: Tensor, s: Tensor, neighbours: bool, wide: bool) -> Tensor:
+    half = c.shape[-1]
+    x, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
+
+    def product(part: Tensor, factor: Tensor) -> Tensor:
+        return part.float() * factor if wide else (part.float() * factor).to(x.dtype)
+
+    turned = (product(first, c) - product(second, s), product(second, c) + product(first, s))
+    turned = tuple(part.to(x.dtype) for part in turned)
+    both = torch.stack(turned, dim=-1).flatten(-2) if neighbours else torch.cat(turned, dim=-1)
+    return torch.cat([both, rest], dim=-1)
+
+
+def normed_by(norm: Norm, x: Tensor) -> Tensor:
+    """The norm of each vector x [..., size], or of all heads x [T, heads, size] together."""
+    if norm.over_all:
+        return normed_by(replace(norm, over_all=False), x.flatten(1)).view_as(x)
+    wide = x.float()
+    if norm.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    wide = wide.to(x.dtype).float() if norm.rounds else wide
+    if norm.weight is not None:
+        weight = norm.weight + 1 if norm.plus_one and norm.kind == "layer" else norm.weight.float() + norm.plus_one
+        wide = wide * weight.view(-1, x.shape[-1]).float()
+    return (wide if norm.bias is None else wide + norm.bias.float()).to(x.dtype)
+
+
+def activate(x: Tensor, activation: str = "silu", gated: bool = True) -> Tensor:
+    function = {
+        "silu": nn.functional.silu,
+        "gelu": nn.functional.gelu,
+        "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+        "relu_squared": lambda x: nn.functional.relu(x).square(),
+    }[activation]
+    if not gated:
+        return function(x)
+    gate, up = x.chunk(2, dim=1)
+    return function(gate) * up
+
+
+def finish_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
+    logits.mul_(scale)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def multiply(
@@ -107,13 +193,16 @@ def multiply(
     x: Tensor,
     weight: Tensor | matmul_kernels.EightBits,
     bias: Tensor | None = None,
+    tile: matmul_kernels.Tile | None = None,
     is_gated: bool = False,
+    activation: str | None = None,
 ) -> Tensor:
+    activation = "silu" if is_gated and activation is None else activation
     if isinstance(weight, matmul_kernels.EightBits):
         product = nn.functional.linear(x.float(), weight.values.float()) * weight.factors
-        return fitted(silu_mul(product), x.dtype) if is_gated else product.to(weight.dtype)
+        return fitted(activate(product), x.dtype) if is_gated else product.to(weight.dtype)
     product = nn.functional.linear(x, weight, bias)
-    return silu_mul(product) if is_gated else product
+    return product if activation is None else activate(product, activation, is_gated)
 
 
 def in_eight_bits(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import reference
 from attention_problems import DEVICE, DTYPES, LONG_BRANCH, NOBODY, Problem, chain, ints, some_tree, strips_of
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
+from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.attention import PAGE
 from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
@@ -68,7 +69,7 @@ def test_rotated_keys_and_values_are_stored_like_pytorch_does(normed):
     cos, sin = torch.randn(2, 64, head_dim // 2)
     norms = (torch.randn(head_dim), torch.randn(head_dim)) if normed else None
     results = []
-    for module in (plain_kernels, layer_kernels):
+    for module in (plain_kernels, rotary_kernels):
         mine = [t.clone().to(DEVICE) for t in (qkv, keys, values)]
         weights = (*(t.to(DEVICE) for t in norms), 1e-5) if norms else None
         module.rotate_and_store(*mine, layout, cos.to(DEVICE), sin.to(DEVICE), weights)
@@ -87,7 +88,7 @@ def test_several_layers_store_keys_and_values_without_queries():
     cos, sin = torch.randn(2, 70, head_dim // 2)
     norms = torch.randn(2, layers, head_dim)
     results = []
-    for module in (plain_kernels, layer_kernels):
+    for module in (plain_kernels, rotary_kernels):
         mine = [t.clone().to(DEVICE) for t in (projected, keys, values)]
         tables = (cos.to(DEVICE), sin.to(DEVICE))
         module.rotate_and_store(*mine, problem.layout(), *tables, (*norms.to(DEVICE), 1e-5))
@@ -112,7 +113,7 @@ def test_residual_add_and_rms_norm_match_pytorch(weights):
 
 def test_silu_and_product_match_pytorch():
     gate_up = torch.randn(2, 2 * 37)
-    torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
+    torch.testing.assert_close(layer_kernels.activate(gate_up.to(DEVICE)).cpu(), plain_kernels.activate(gate_up))
 
 
 def test_padding_that_stands_behind_the_block_table_is_written_to_no_page_of_a_request():
@@ -122,7 +123,7 @@ def test_padding_that_stands_behind_the_block_table_is_written_to_no_page_of_a_r
     assert far.tables.shape[1] == 1
     keys, values = torch.zeros_like(problem.keys), torch.zeros_like(problem.values)
     qkv, cos, sin = torch.ones(4, 4 * 8, device=DEVICE), *torch.ones(2, 9, 4, device=DEVICE)
-    layer_kernels.rotate_and_store(qkv, keys, values, far, cos, sin)
+    rotary_kernels.rotate_and_store(qkv, keys, values, far, cos, sin)
     written = values.flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert written == sorted({0, problem.slot(0, 3), problem.slot(0, 4)})
 
@@ -177,7 +178,7 @@ def test_tiles_change_no_bit(outputs, tokens, inputs, is_gated, by_descriptor):
     # The interpreter leaves the order within a block to NumPy; instructions have their own, in blocks of any size.
     block, rows, least = inputs if DEVICE == "cpu" else 64, 512 // outputs, 128 if is_gated else 64
     expected = products.multiply(x, weight, bias, Tile(64, 16, block, warps=4, stages=2, num_whole=8))
-    expected = layer_kernels.silu_mul(expected) if is_gated else expected
+    expected = layer_kernels.activate(expected) if is_gated else expected
     products._by_descriptor = by_descriptor
     for num_whole in {rows, 1, 0} if outputs > least else {rows}:
         tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
@@ -193,7 +194,7 @@ def test_a_product_with_its_activation_has_the_bits_of_the_two_kernels(dtype, ne
         tile = tile_for(number, (2 * neurons, 128), dtype, is_gated=True)
         # The interpreter leaves the order within a block to NumPy.
         separate = products.multiply(x[:number], weight, None, replace(tile, outputs=64, num_whole=neurons // 32))
-        expected = layer_kernels.silu_mul(separate)
+        expected = layer_kernels.activate(separate)
         assert torch.equal(products.multiply(x[:number], weight, is_gated=True), expected), number
 
 
@@ -228,9 +229,9 @@ def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
     assert made == [(2048, 2048), (2048, 2048), (2048, 64), (2049, 2048), (2049, 64)]
 
 
-def test_products_need_sizes_of_multiples_of_64():
-    assert can_multiply((64, 192))
-    assert not can_multiply((65, 64)) and not can_multiply((64, 96))
+def test_products_need_numbers_of_inputs_that_are_multiples_of_64():
+    assert can_multiply((64, 192)) and can_multiply((65, 64))
+    assert not can_multiply((64, 96))
 
 
 # Choices

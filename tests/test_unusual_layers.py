@@ -18,7 +18,7 @@ from block_heads import make_head
 from graft.errors import GraftError
 from graft.hub.drafters import load_drafter
 from graft.model import TargetRunner, cpu_layers, cpu_linear
-from graft.model.fusable import why_not
+from graft.model.families import why_not
 from graft.model.plain_modules import settings_of
 from graft.model.unusual_layers import (
     cast_plain_weights,
@@ -247,10 +247,10 @@ def test_a_hook_on_every_module_is_not_left_out():
     assert why_not(tiny_model()) is None
 
 
-def test_norms_and_embeddings_with_settings_of_their_own_are_left_to_transformers():
+def test_other_norms_and_embeddings_are_left_to_transformers():
     model = tiny_model()
-    model.model.layers[1].input_layernorm.variance_epsilon = 1.0
-    assert "norms differ" in (why_not(model) or "")
+    model.model.layers[1].input_layernorm = torch.nn.RMSNorm(32)
+    assert "RMSNorm in place of its family's own" in (why_not(model) or "")
     model = tiny_model()
     model.model.embed_tokens.max_norm = 1.0
     assert "embedding" in (why_not(model) or "")

@@ -34,14 +34,16 @@ from graft.model.captures import (
     pinned_zeros,
     round_up,
 )
-from graft.model.fusable import why_not
+from graft.model.families import NotDescribedError, describe
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
+from graft.model.likeness import why_unlike
 from graft.model.llama import FastLayers, Rotary
+from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, settings_of
 from graft.model.runner import StepOutput, TargetRunner, concat_hidden
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep, Part
@@ -141,9 +143,10 @@ class Graphs(Captures):
         self.store = store or KVStore(config.num_hidden_layers)
         self.pool: PagePool | None = None
         self.layers: FastLayers | None = None
+        self.not_fused: str | None = "nothing was run yet"  # why there are no fused layers
         self._given_up: FastLayers | None = None
         self.buffers: list[StepBuffers] = []
-        self.rotary: Rotary | None = None
+        self.rotary: list[Rotary] | None = None  # by layer
         self._weights: list[Any] = []
         self.num_resized = -1  # the pool's value when these graphs were captured
 
@@ -157,22 +160,36 @@ class Graphs(Captures):
         if self._fingerprint() == self._weights:
             return
         self.forget()
-        reason = self.failure or why_not(self.model)
-        self.layers = FastLayers(self.model, self._exact) if reason is None else None
+        reason = self.failure or self._fuse()
         if self.layers is not None:
-            reason = None if self.layers.can_be_exact else "its weights' sizes are not multiples of 64"
+            reason = None if self.layers.can_be_exact else "its weights' inputs are not multiples of 64"
             if self.store.keys is None:
-                like = next(self.model.parameters())
-                self.store.shape(like, (self.layers.kv_heads, self.layers.head_dim))
+                attentions = [layer.mixer for layer in self.layers.what.layers]
+                heads = [(attention.kv_heads, attention.head_dim) for attention in attentions]
+                self.store.shape_layers(next(self.model.parameters()), heads)
         if self._exact and reason is not None:
             self._weights = []  # check again next time: the owner may remove a hook
             raise self._not_exact(reason)
         self._weights = self._fingerprint()
 
+    def _fuse(self) -> str | None:
+        """Make fused layers, if the model has a description and they give what its own code gives; else say why not."""
+        self.layers = None
+        try:
+            what = describe(self.model)
+        except NotDescribedError as error:
+            self.not_fused = str(error)
+        else:
+            layers = FastLayers(what, self._exact)
+            self.not_fused = why_unlike(self.model, what, layers)
+            self.layers = layers if self.not_fused is None else None
+        return self.not_fused
+
     def _fingerprint(self) -> list[Any]:
-        """The weights' addresses, and what the modules hold beside them."""
+        """The weights' addresses, what the modules hold beside them, and the attention that the owner chose."""
         addresses = [p.data_ptr() for p in self.model.parameters()]
-        return [*addresses, settings_of(self.model), changed_module(self.model)]
+        chosen = owners_attention(self.model.config.get_text_config())
+        return [*addresses, chosen, settings_of(self.model), changed_module(self.model)]
 
     def sync_tables(self) -> Tensor:
         """The current block tables on the device. Drops graphs whose memory has moved."""
@@ -228,10 +245,10 @@ class Graphs(Captures):
         self.forget()
 
     def memory_report(self) -> dict[str, int]:
-        rotary = self.rotary
+        tables = [table for rotary in set(self.rotary or ()) for table in (rotary.cos, rotary.sin) if table is not None]
         return {
             "cache": self.store.nbytes,
-            "rotary tables": num_bytes((rotary.cos, rotary.sin)) if rotary is not None else 0,
+            "rotary tables": num_bytes(tables),
             "graphs": self.num_graph_bytes,
             "logits": sum(buffers.logits.nbytes for buffers in self.buffers),
         }
@@ -317,7 +334,9 @@ class CapturedTarget(TargetRunner):
     @property
     def not_fused(self) -> str | None:
         graphs = self._graphs
-        return graphs.failure or (why_not(self.model) if graphs.layers is None else None)
+        if graphs.layers is None and graphs.failure is None:
+            self.refresh()
+        return graphs.failure or graphs.not_fused
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
@@ -462,7 +481,7 @@ class CapturedTarget(TargetRunner):
             layout = Layout(rows, places, depths, paths, *by_row, tables, context, strips, only_chains=size == 1)
             step = KernelStep(layout)
             if layers is not None and rotary is not None:
-                out, inputs = layers(tokens, step, *self._store.stored, rotary, self._hidden_layers)
+                out, inputs = layers(tokens, step, self._store.by_layer, rotary, self._hidden_layers)
                 buffers.store_outputs(out, concat_hidden(inputs, out))
                 return
             at = lengths[rows.long()]

@@ -76,6 +76,21 @@ class KVStore:
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
+    def shape_layers(self, like: Tensor, heads: Sequence[tuple[int, int]]) -> None:
+        """Allocate keys and values of these (heads, head_dim) by layer."""
+        self.shape(like, heads[0])
+        for layer, own in enumerate(heads):
+            if own != heads[0]:
+                shape = (1, self._num_slots, *own)
+                self._others[layer] = _zeros(like, shape), _zeros(like, shape)
+
+    @property
+    def by_layer(self) -> list[Pair]:
+        """Keys and values of each layer, [slots, heads, head_dim]."""
+        alike = zip(*self.stored, strict=True)
+        others = {layer: (keys[0], values[0]) for layer, (keys, values) in self._others.items()}
+        return [others.get(layer, pair) for layer, pair in enumerate(alike)]
+
     @property
     def pairs(self) -> list[Pair]:
         """All keys and values, [layers, slots, heads, head_dim]: those of equal layers, then of each other layer."""

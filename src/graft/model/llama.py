@@ -1,143 +1,242 @@
-"""Fused forward of Llama-like models (Llama, Mistral, Qwen2, Qwen3) over a transformers model's own weights.
+"""Fused forward of described models (`network`) on a GPU, over a transformers model's own weights.
 
-The operations between matrix products are fused (`kernels/layer.py`). Weights of one product (q, k, v; gate, up) are
-concatenated once, and the model's parameters become views of them. If `fusable.why_not` gives a reason, transformers'
-own code runs the model.
+The operations between matrix products are fused (`kernels/`). Weights of one product (q, k, v; gate, up) are
+concatenated once, and the model's parameters become views of them. A model that has no description, or whose layers do
+not give what transformers' own give (`likeness`), is run by transformers' own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from transformers import PreTrainedModel
 
+from graft.model import network
 from graft.model.attention import KernelStep
-from graft.model.fusable import window_of
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
+from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels.matmul import Products, can_multiply
+from graft.model.kv_cache import PAGE, Pair
+from graft.model.layout import Layout
+from graft.model.mixture import Mixture
 
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
+Stored = Sequence[Pair] | Mapping[Any, Pair]  # keys and values by layer, each [slots, kv_heads, head_dim]
 _SMALL = 2**27  # bytes of a layer up to which launches overlap in steps of any size
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary tables: cosines and sines of the first positions, [positions, head_dim / 2]."""
+    """Rotary tables: cosines and sines of the first positions, [positions, dims / 2]; None: no rotation."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    growth: Tensor | None = None  # [positions] numbers that multiply rotated queries
 
     @classmethod
-    @torch.no_grad()
     def of(cls, module: nn.Module, like: Tensor, num_positions: int) -> Rotary:
-        """Make tables by a model's own rotary module, on the device and in the dtype of `like` [any, any]."""
-        positions = torch.arange(num_positions, device=like.device)[None]
-        # Both halves of a head have the same angles.
-        return cls(*(table[0, :, : table.shape[2] // 2].contiguous() for table in module(like[:1], positions)))
+        """Make tables by a head's own rotary module, on the device and in the dtype of `like` [any, any]."""
+        dims = module(like[:1], torch.zeros(1, 1, dtype=torch.long, device=like.device))[0].shape[2]
+        return cls(*network.Rotary(module, None, dims).table(like, num_positions))
+
+    @classmethod
+    def of_layer(cls, attention: network.Attention, like: Tensor, num_positions: int) -> Rotary:
+        cos, sin = attention.rotary.table(like, num_positions) if attention.rotary is not None else (None, None)
+        growth = None
+        if attention.growth is not None:
+            rate, length = attention.growth
+            positions = torch.arange(num_positions, device=like.device)
+            growth = (1 + rate * torch.log(1 + torch.floor(positions / length))).to(like.dtype)
+        return cls(cos, sin, growth)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """An MLP's weights, as products take them: [outputs, inputs], and biases [outputs]."""
+
+    what: network.Mlp
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, what: network.Mlp) -> Dense:
+        up = fuse_parameters([part.weight for part in what.up])
+        return cls(what, up, _biases(what.up), what.down.weight.detach(), _biases((what.down,)))
+
+    def __call__(self, x: Tensor, multiply: Products) -> Tensor:
+        inner = multiply.activate(x, self.up, self.up_bias, self.what.activation, self.what.gated)
+        return multiply(inner, self.down, self.down_bias)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those that `Products` multiplies by."""
+        return self.up, self.down
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's weights. Products are [outputs, inputs], norms [size]."""
+    """One decoder layer's weights, as products take them: [outputs, inputs], and biases [outputs]."""
 
+    what: network.Layer
     qkv: Tensor
     qkv_bias: Tensor | None
     o: Tensor
-    gate_up: Tensor
-    down: Tensor
-    input_norm: Tensor
-    attention_norm: Tensor
-    head_norms: tuple[Tensor, Tensor, float] | None
-    scale: float
-    window: int | None
+    o_bias: Tensor | None
+    mlp: Dense | Mixture
+
+    @classmethod
+    def of(cls, what: network.Layer, qkv: Tensor | None = None) -> Layer:
+        """Concatenate a layer's weights. qkv: those of queries, keys and values, if the caller has done so."""
+        attention, mlp = what.mixer, what.mlp
+        own: Dense | Mixture
+        if isinstance(mlp, network.Experts):
+            own = Mixture(mlp, Dense.of(mlp.shared) if mlp.shared is not None else None)
+        else:
+            own = Dense.of(mlp)
+        return cls(
+            what,
+            fuse_parameters([part.weight for part in attention.qkv]) if qkv is None else qkv,
+            _biases(attention.qkv),
+            *(attention.o.weight.detach(), _biases((attention.o,)), own),
+        )
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those that `Products` multiplies by."""
+        return self.qkv, self.o, *self.mlp.weights
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a layer adds to the residual stream, and how; see `layer_kernels.add_norm`."""
+
+    delta: Tensor
+    post: network.Norm | None = None
+    more: Tensor | None = None
+    sum_first: bool = False
+    scale: float = 1.0
+    output_scale: float = 1.0
 
 
 class LayerStack:
     """The decoder layers of a model or of a draft head, over the tensors of a KV store."""
 
-    def __init__(self, layers: Sequence[Layer], heads: int, eps: float, multiply: Products) -> None:
-        self.layers, self._heads, self._eps, self._multiply = layers, heads, eps, multiply
-        first = layers[0]
-        weights = (first.qkv, first.o, first.gate_up, first.down)
-        self._is_small = sum(weight.nbytes for weight in weights) <= _SMALL
+    def __init__(self, layers: Sequence[Layer], multiply: Products) -> None:
+        self.layers, self._multiply = layers, multiply
+        # A layer of experts is many small kernels, whatever its size.
+        has_experts = any(isinstance(layer.mlp, Mixture) for layer in layers)
+        self._is_small = has_experts or sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
 
     def __call__(
         self,
         stream: Tensor,  # [T, H]
         step: KernelStep,
-        keys: Tensor,  # [layers, slots, kv_heads, head_dim]
-        values: Tensor,
-        rotary: Rotary,
+        stored: Stored,
+        rotary: Sequence[Rotary],  # by layer
         seen: Sequence[KernelStep] | None = None,
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns the layers' inputs, each [T, H], the last residual stream, and the delta to be added to it.
+        sides: Tensor | None = None,  # [T, layers, size], if layers have sides
+    ) -> tuple[list[Tensor], Tensor, Addition]:
+        """Returns the layers' inputs, each [T, H], the last residual stream, and what is to be added to it.
 
         seen: by layer, what its tokens see, if that differs from the step.
         """
-        head_dim = keys.shape[3]
-        tiles = attention_kernels.tiles_for(head_dim, stream.dtype)
-        size = max(
-            attention_kernels.scratch_size(each.layout, self._heads, head_dim, tiles) for each in (step, *(seen or ()))
-        )
+        kinds = {
+            (layer.what.mixer.heads, layer.what.mixer.kv_heads, layer.what.mixer.head_dim) for layer in self.layers
+        }
+        size = 0
+        for heads, kv_heads, head_dim in kinds:
+            tiles = attention_kernels.tiles_for(head_dim, stream.dtype)
+            for each in seen or (step,):
+                each.plan(heads // kv_heads, tiles)  # before any launch that may overlap
+            layouts = (each.layout for each in (step, *(seen or ())))
+            size = max(size, *(attention_kernels.scratch_size(layout, heads, head_dim, tiles) for layout in layouts))
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
-        for each in seen or (step,):
-            each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
-        multiply, inputs = self._multiply, []
-        delta: Tensor | None = None  # still to be added to the stream
+        inputs = []
+        last: Addition | None = None  # still to be added to the stream
         with overlap.launches(self._is_small or len(stream) in overlap.FASTER):
             for number, layer in enumerate(self.layers):
-                stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
+                stream, normed = _add(stream, last, layer.what.pre)
                 inputs.append(stream)
-                qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-                attended = attend_in_store(
-                    qkv,
-                    keys[number],
-                    values[number],
-                    step,
-                    rotary,
-                    self._heads,
-                    seen=seen[number] if seen is not None else None,
-                    norms=layer.head_norms,
-                    scale=layer.scale,
-                    window=layer.window,
-                    scratch=scratch,
-                )
-                delta = multiply(attended, layer.o)
-                stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-                delta = multiply(multiply.activate(normed, layer.gate_up), layer.down)
-        assert delta is not None
-        return inputs, stream, delta
+                own = seen[number] if seen is not None else None
+                stream, last = self._run(layer, stream, normed, step, stored, number, rotary[number], own, scratch)
+                if layer.what.side is not None:
+                    assert sides is not None
+                    stream, last = self._run_side(layer.what.side, stream, last, sides[:, number])
+        assert last is not None
+        return inputs, stream, last
+
+    def _run(
+        self,
+        layer: Layer,
+        stream: Tensor,
+        normed: Tensor,
+        step: KernelStep,
+        stored: Stored,
+        number: int,
+        rotary: Rotary,
+        seen: KernelStep | None,
+        scratch: Tensor,
+    ) -> tuple[Tensor, Addition]:
+        """The stream after attention, and what the MLP adds; or, with parallel branches, what both add."""
+        what, multiply = layer.what, self._multiply
+        source = what.mixer.kv_of
+        keys, values = stored[number if source is None else source]
+        qkv = multiply(normed, layer.qkv, layer.qkv_bias)
+        attended = attend_in_store(qkv, keys, values, step, rotary, what.mixer, seen=seen, scratch=scratch)
+        delta = multiply(attended, layer.o, layer.o_bias)
+        if what.parallel is not None:
+            return stream, Addition(
+                delta, None, layer.mlp(normed, multiply), what.parallel == "sum", what.residual_scale
+            )
+        stream, normed = _add(stream, Addition(delta, what.post, scale=what.residual_scale), what.pre_mlp)
+        delta = layer.mlp(normed, multiply)
+        return stream, Addition(delta, what.post_mlp, None, False, what.residual_scale, what.output_scale)
+
+    def _run_side(self, side: network.Side, stream: Tensor, last: Addition, given: Tensor) -> tuple[Tensor, Addition]:
+        """The stream after the MLP, and what the layer's side adds."""
+        stream, _ = _add(stream, replace(last, output_scale=1.0), None)
+        inner = self._multiply.activate(stream, side.up.weight.detach(), None, side.activation, False)
+        delta = self._multiply(inner * given, side.down.weight.detach())
+        return stream, Addition(delta, side.post, output_scale=last.output_scale)
+
+
+def _add(stream: Tensor, last: Addition | None, norm: network.Norm | None) -> tuple[Tensor, Tensor]:
+    if last is None:
+        return layer_kernels.add_norm(stream, None, norm)
+    return layer_kernels.add_norm(
+        stream,
+        last.delta,
+        norm,
+        post=last.post,
+        more=last.more,
+        sum_first=last.sum_first,
+        scale=last.scale,
+        output_scale=last.output_scale,
+    )
 
 
 class FastLayers:
-    """The model's fused forward over the tensors of a KV store."""
+    """A described model's fused forward over the tensors of a KV store."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
-        """model: one for which `why_not` is None. exact: a token's bits never depend on the batch."""
-        parts: Any = model
-        config = model.config
-        self.num_layers = config.num_hidden_layers
-        self.kv_heads = config.num_key_value_heads
-        self.heads = config.num_attention_heads
-        self.head_dim = parts.model.layers[0].self_attn.head_dim
-        self._eps = parts.model.norm.variance_epsilon
-        self._embedding = parts.model.embed_tokens.weight.detach()
-        self._norm = parts.model.norm.weight.detach()
-        self._head = parts.lm_head.weight.detach()
-        self._rotary = parts.model.rotary_emb
+    def __init__(self, what: network.Network, exact: bool = False) -> None:
+        """exact: a token's bits never depend on the batch."""
+        self.what = what
+        self._embedding, self._head = what.embedding.weight.detach(), what.head.weight.detach()
+        self._head_bias = _biases((what.head,))
         layers: list[Layer] = []
-        for layer in parts.model.layers:
-            layers.append(_layer(layer))
+        for layer in what.layers:
+            layers.append(Layer.of(layer))
             _release_cached_memory(self._embedding.device)
         self._multiply = Products(self._embedding.device, always=exact)
-        self._stack = LayerStack(layers, self.heads, self._eps, self._multiply)
+        self.stack = LayerStack(layers, self._multiply)
 
     @property
     def can_be_exact(self) -> bool:
@@ -150,34 +249,95 @@ class FastLayers:
         return self.can_be_exact and all(map(Products.is_quick, self._weights))
 
     @property
-    def _weights(self) -> list[Tensor]:
-        return [
-            self._head,
-            *(w for layer in self._stack.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-        ]
+    def _weights(self) -> Iterator[Tensor]:
+        yield self._head
+        sides = self.what.sides
+        if sides is not None:
+            yield sides.projection.weight
+        for layer in self.stack.layers:
+            yield from layer.weights
+            if layer.what.side is not None:
+                yield from (layer.what.side.up.weight, layer.what.side.down.weight)
 
-    def rotary(self, num_positions: int) -> Rotary:
-        return Rotary.of(self._rotary, self._embedding, num_positions)
+    def rotary(self, num_positions: int) -> list[Rotary]:
+        """Rotary tables by layer. Layers with the same rotary positions share them."""
+        attentions = [layer.mixer for layer in self.what.layers]
+        keys = [(attention.rotary, attention.growth) for attention in attentions]
+        made = {
+            key: Rotary.of_layer(attention, self._embedding, num_positions)
+            for key, attention in dict(zip(keys, attentions, strict=True)).items()
+        }
+        return [made[key] for key in keys]
 
     @torch.no_grad()
     def __call__(
         self,
         tokens: Tensor,  # [T]
         step: KernelStep,
-        keys: Tensor,  # [layers, slots, kv_heads, head_dim]
-        values: Tensor,
-        rotary: Rotary,
+        stored: Stored,
+        rotary: Sequence[Rotary],
         hidden_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [T, V] in the model's dtype, and the inputs [T, H] of `hidden_layers`.
 
         Keys and values are written after the committed ones.
         """
-        stream = embedding(tokens, self._embedding)  # [T, H]
-        inputs, stream, delta = self._stack(stream, step, keys, values, rotary)
-        _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
+        embedded = self.embed(tokens)
+        inputs, stream, last = self.stack(embedded, step, stored, rotary, sides=self._sides(tokens, embedded))
+        _, normed = _add(stream, last, self.what.norm)
         inputs.append(normed)  # transformers' last hidden state is normed too
-        return self._multiply(normed, self._head), [inputs[layer] for layer in hidden_layers]
+        return self._logits(normed), [inputs[layer] for layer in hidden_layers]
+
+    # As `likeness.Executor`
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        stream = embedding(tokens, self._embedding)  # [T, H]
+        return stream if self.what.embedding_scale == 1 else stream * self.what.embedding_scale
+
+    def _sides(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
+        """The inputs [T, layers, size] of the layers' sides."""
+        sides = self.what.sides
+        if sides is None:
+            return None
+        shape = (len(tokens), len(self.what.layers), -1)
+        projected = self._multiply(embedded, sides.projection.weight.detach()) * sides.projection_scale
+        size = projected.shape[1] // shape[1]
+        _, normed = layer_kernels.add_norm(projected.view(-1, size), None, sides.norm)
+        own = embedding(tokens, sides.embedding.weight) * sides.scale
+        return ((normed.view_as(own) + own) * sides.factor).view(shape)
+
+    @torch.no_grad()
+    def run_layer(self, number: int, stream: Tensor, past: Pair, tokens: Tensor) -> Tensor:
+        device, attention = stream.device, self.what.layers[number].mixer
+        before, own = past[0].shape[1], torch.arange(len(stream), dtype=torch.int32, device=device)
+        if attention.kv_of is not None:
+            before -= len(own)
+        num_pages = -(-(before + len(own)) // PAGE)
+        stored = tuple(part.new_zeros((num_pages + 1) * PAGE, len(part), part.shape[2]) for part in past)
+        for new, old in zip(stored, past, strict=True):
+            new[PAGE : PAGE + old.shape[1]] = old.transpose(0, 1)
+        tables = torch.zeros(2, num_pages, dtype=torch.int32, device=device)
+        tables[1] = 1 + torch.arange(num_pages, device=device)
+        zero, count, length, one = own.new_tensor([[0], [len(own)], [before], [1]])
+        layout = Layout(
+            *(own * 0, own, own, own[:, None] * 0, zero, count, length, one, tables, before), only_chains=True
+        )
+        pairs = {layer: (stored[0], stored[1]) for layer in (0, attention.kv_of)}
+        rotary = Rotary.of_layer(attention, self._embedding, before + len(own))
+        stack = LayerStack([self.stack.layers[number]], self._multiply)
+        sides = self._sides(tokens, self.embed(tokens))
+        sides = sides[:, number, None] if sides is not None else None
+        _, stream, last = stack(stream, KernelStep(layout), pairs, [rotary], sides=sides)
+        return _add(stream, last, None)[0]
+
+    @torch.no_grad()
+    def end(self, stream: Tensor) -> Tensor:
+        return self._logits(_add(stream, None, self.what.norm)[1])
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits = self._multiply(normed, self._head, self._head_bias)
+        layer_kernels.finish_logits(logits, self.what.logit_scale, self.what.logit_softcap)
+        return logits
 
 
 def attend_in_store(
@@ -186,22 +346,21 @@ def attend_in_store(
     values: Tensor,
     step: KernelStep,
     rotary: Rotary,
-    heads: int,
+    attention: network.Attention,
     *,
     seen: KernelStep | None = None,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
     scratch: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the store, and attend: [T, heads * head_dim].
 
     seen: what the tokens see, if that differs from the step. dtype: of the result; None: the queries'.
-    See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
+    See `rotary_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
-    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
-    kv_heads, head_dim = keys.shape[1:]
+    rotary_kernels.rotate_and_store(
+        *(qkv, keys, values, step.layout, rotary.cos, rotary.sin), attention=attention, growth=rotary.growth
+    )
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
     seen = seen or step
     return attention_kernels.tree_attention(
@@ -210,8 +369,11 @@ def attend_in_store(
         values,
         seen.layout,
         seen.plan(heads // kv_heads, tiles),
-        scale=scale,
-        window=window,
+        scale=attention.scale,
+        window=attention.window,
+        chunk=attention.chunk,
+        softcap=attention.softcap,
+        sinks=attention.sinks,
         tiles=tiles,
         scratch=scratch,
         dtype=dtype,
@@ -226,49 +388,36 @@ def _release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _layer(layer: Any) -> Layer:
-    attention = layer.self_attn
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    head_norms = None
-    if getattr(attention, "q_norm", None) is not None:
-        query_norm, key_norm = attention.q_norm, attention.k_norm
-        head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.variance_epsilon)
-    bias = fuse_parameters([p.bias for p in projections]) if attention.q_proj.bias is not None else None
-    return fused_layer(
-        layer,
-        fuse_parameters([p.weight for p in projections]),
-        bias,
-        head_norms,
-        attention.scaling,
-        window_of(attention),
-    )
-
-
-def fused_layer(
-    layer: Any,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    head_norms: tuple[Tensor, Tensor, float] | None,
-    scale: float,
-    window: int | None,
-) -> Layer:
-    """The weights of a decoder layer with Llama's names. The caller passes what differs between models."""
+def llama_layer(
+    layer: Any, heads: int, kv_heads: int, head_dim: int, eps: float, window: int | None = None
+) -> network.Layer:
+    """The description of a draft head's decoder layer with Llama's names, and with norms of heads if it has them."""
     attention, mlp = layer.self_attn, layer.mlp
-    return Layer(
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        o=attention.o_proj.weight.detach(),
-        gate_up=fuse_parameters([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight.detach(),
-        input_norm=layer.input_layernorm.weight.detach(),
-        attention_norm=layer.post_attention_layernorm.weight.detach(),
-        head_norms=head_norms,
-        scale=scale,
-        window=window,
+    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (
+        network.Norm(norm, norm.eps, rounds=True) if getattr(norm, "weight", None) is not None else None
+        for norm in norms
+    )
+    return network.Layer(
+        pre=network.Norm(layer.input_layernorm, eps, rounds=True),
+        mixer=network.Attention(
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            *(attention.o_proj, heads, kv_heads, head_dim, head_dim**-0.5, q_norm, k_norm),
+            window=window,
+        ),
+        post=None,
+        pre_mlp=network.Norm(layer.post_attention_layernorm, eps, rounds=True),
+        mlp=network.Mlp((mlp.gate_proj, mlp.up_proj), mlp.down_proj, "silu"),
+        post_mlp=None,
     )
 
 
-def fuse_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _biases(parts: Sequence[nn.Linear]) -> Tensor | None:
+    """The biases of a product, as one tensor; None: there are none."""
+    return None if parts[0].bias is None else fuse_parameters([part.bias for part in parts])
+
+
+def fuse_parameters(parameters: Sequence[Any]) -> Tensor:
     """Concatenate parameters to one tensor and make them views of it, if they are not yet."""
     first, sizes = parameters[0], [len(p) for p in parameters]
     if _are_adjacent(parameters):
@@ -279,7 +428,7 @@ def fuse_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _are_adjacent(parameters: Sequence[nn.Parameter]) -> bool:
+def _are_adjacent(parameters: Sequence[Any]) -> bool:
     end = parameters[0].data_ptr()
     for parameter in parameters:
         same = parameter.untyped_storage().data_ptr() == parameters[0].untyped_storage().data_ptr()

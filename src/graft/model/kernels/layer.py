@@ -1,4 +1,6 @@
-"""Triton kernels of a decoder layer between its matrix products: norms, rotary positions, SiLU. Needs Triton.
+"""Triton kernels of a decoder layer between its matrix products: norms, residual sums, activations. Needs Triton.
+
+Rotary positions are in `rotary`.
 
 Each kernel rounds where transformers' modules round, so results differ only by the order of sums. A token's result
 does not depend on other tokens.
@@ -6,20 +8,24 @@ does not depend on other tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from graft.model.kernels import gate, overlap
-from graft.model.kernels.attention import slot_of
 from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.overlap import start_next, wait_for_previous
-from graft.model.layout import Layout
+from graft.model.network import Activation, Norm
 
-_HEADS_AT_ONCE = 8
 _NEURONS_AT_ONCE = 1024
+_NUMBERS_AT_ONCE = 1024
+# Activations, by number; 0 is none.
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu_squared": 4}
+_SILU, _GELU_TANH, _GELU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, rows: Tensor, max_path: int) -> Tensor:
@@ -36,37 +42,51 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 def add_norm(
     stream: Tensor,
     delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
+    norm: Tensor | Norm | None,
+    eps: float = 0.0,
     total: Tensor | None = None,
     normed: Tensor | None = None,
+    *,
+    post: Norm | None = None,
+    more: Tensor | None = None,
+    sum_first: bool = False,
+    scale: float = 1.0,
+    output_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight, [size] or [weights, size].
+    """output_scale * (stream + scale * post(delta) + more), and its norm; all [tokens, size].
 
-    Several weights take turns: the first is that of token 0, the second that of token 1, and so on.
+    norm: a tensor is the weight of an RMS norm with this eps, [size] or [weights, size]. Several weights take turns:
+    the first is that of token 0, the second that of token 1, and so on. None: the second result is the first.
+    more: a second delta, which is added last; sum_first: to the first delta.
     total, normed: where to write the two results; None: new tensors. Without a delta, the total is the stream itself.
     `normed` may be in 8 bits.
 
     The first kernel of a stack of layers has no delta. Its launch does not overlap, so it sees all earlier writes (see
-    `overlap`).
+    `overlap`). So it is launched even if there is nothing to compute.
     """
     num_tokens, size = stream.shape
     if delta is None:
         total = stream
     elif total is None:
         total = torch.empty_like(stream)
-    if normed is None:
+    if norm is None and delta is not None:
+        normed = total
+    elif normed is None:
         normed = torch.empty_like(stream)
+    weight, bias, own_eps, flags = parts_of(norm, eps, stream)
+    post_weight, post_bias, post_eps, post_flags = parts_of(post, 0.0, stream)
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
-        stream,
-        stream if delta is None else delta,
-        weight,
-        total,
-        normed,
-        eps,
+        *(stream, stream if delta is None else delta, stream if more is None else more),
+        *(weight, bias, post_weight, post_bias, total, normed, own_eps, post_eps, scale, output_scale),
         HAS_DELTA=delta is not None,
-        NUM_WEIGHTS=weight.numel() // size,
+        HAS_MORE=more is not None,
+        SUM_FIRST=sum_first,
+        IS_SCALED=scale != 1,
+        IS_OUTPUT_SCALED=output_scale != 1,
+        NORM=flags,
+        POST=post_flags,
+        NUM_WEIGHTS=max(weight.numel() // size, 1) if isinstance(norm, Tensor) else 1,
         SIZE=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
@@ -76,55 +96,45 @@ def add_norm(
     return total, normed
 
 
-def rotate_and_store(
-    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim], or [layers, T, ...]
-    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store, or [layers, num_slots, ...]
-    values: Tensor,
-    layout: Layout,
-    cos: Tensor,  # [positions, head_dim / 2]
-    sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> None:
-    """Rotate queries in place, and write rotated keys, and values, to the KV cache.
+def parts_of(
+    norm: Tensor | Norm | None, eps: float, like: Tensor
+) -> tuple[Tensor, Tensor, float, tuple[Any, ...] | None]:
+    """A norm's weight, bias (`like`, if there is none), eps, and the flags that `scale_of` and `_normed` take."""
+    if norm is None:
+        return like, like, 0.0, None
+    if isinstance(norm, Tensor):
+        return norm, like, eps, (False, True, False, 0, True)
+    weight, bias = norm.weight, norm.bias
+    # A layer norm of PyTorch's takes the sum of weight and 1 in the weight's dtype.
+    plus_one = int(norm.plus_one) * (2 if norm.kind == "layer" else 1)
+    flags = (norm.kind == "layer", weight is not None, bias is not None, plus_one, norm.rounds)
+    return like if weight is None else weight.detach(), like if bias is None else bias.detach(), norm.eps, flags
 
-    Positions past the end of the rotary tables take the last entry.
-    norms: weights [head_dim], or [layers, head_dim], of an RMS norm of queries and of keys before the rotation, and its
-    eps.
-    """
-    kv_heads, head_dim = keys.shape[-2:]
-    num_heads = qkv.shape[-1] // head_dim  # of all three kinds
-    if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[-2:] != (head_dim, 1):
-        raise ValueError("queries, and a token's keys and values, must be contiguous")
-    query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
-    num_layers, num_tokens = qkv.shape[:-1] if qkv.dim() == 3 else (1, len(qkv))
-    _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE), num_layers)](
-        *(qkv, keys, values),
-        *(layout.rows, layout.places, layout.depths, layout.lengths, layout.table_rows, layout.tables),
-        *(cos, sin, query_norm, key_norm, eps),
-        layout.tables.shape[1],
-        len(cos) - 1,
-        keys.stride(-3),
-        keys.stride(0),  # of layers, if there are several
-        HEADS=num_heads - 2 * kv_heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        NORMED=norms is not None,
-        BLOCK_H=_HEADS_AT_ONCE,
-        BLOCK_D=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
-        **overlap.options(qkv.device),
+
+def activate(x: Tensor, activation: Activation = "silu", gated: bool = True) -> Tensor:
+    """activation(gate) * up of [tokens, 2 * neurons], gates first; not gated: of [tokens, neurons]."""
+    num_tokens, size = x.shape[0], x.shape[1] // (2 if gated else 1)
+    out = x.new_empty(num_tokens, size)
+    block = min(triton.next_power_of_2(size), _NEURONS_AT_ONCE)
+    number = ACTIVATIONS[activation]
+    _activate_kernel[num_tokens, triton.cdiv(size, block)](
+        x, out, SIZE=size, ACTIVATION=number, IS_GATED=gated, BLOCK=block, **gate.options()
+    )
+    return out
+
+
+def finish_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """Scale logits, and cap them at +- softcap by tanh, in place."""
+    if scale == 1 and softcap is None:
+        return
+    count, block = logits.numel(), _NUMBERS_AT_ONCE
+    _logits_kernel[(triton.cdiv(count, block),)](
+        *(logits, count, scale, softcap or 1.0),
+        IS_SCALED=scale != 1,
+        IS_CAPPED=softcap is not None,
+        BLOCK=block,
         **gate.options(),
     )
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [tokens, 2 * neurons], gates first."""
-    num_tokens, both = gate_up.shape
-    out = gate_up.new_empty(num_tokens, both // 2)
-    block = min(triton.next_power_of_2(both // 2), _NEURONS_AT_ONCE)
-    grid = (num_tokens, triton.cdiv(both // 2, block))
-    _silu_mul_kernel[grid](gate_up, out, SIZE=both // 2, BLOCK=block, **gate.options())
-    return out
 
 
 @triton.jit(do_not_specialize=["max_path"])
@@ -162,14 +172,80 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, inverse: tl.tensor) -> tl.tensor
 
 
 @triton.jit
+def scale_of(weight: tl.tensor, at: tl.tensor, inside: tl.tensor, FLAGS: tl.constexpr) -> tl.tensor:
+    """A norm's weights in float32; 1 if it has none."""
+    HAS_WEIGHT: tl.constexpr = FLAGS[1]
+    PLUS_ONE: tl.constexpr = FLAGS[3]
+    scale = tl.where(inside, 1.0, 0.0)
+    if HAS_WEIGHT:
+        stored = tl.load(weight + at, mask=inside, other=0.0)
+        scale = stored.to(tl.float32)
+        if PLUS_ONE > 0:
+            scale += 1.0
+        if PLUS_ONE > 1:
+            scale = scale.to(stored.dtype).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _normed(
+    x: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    eps: float,
+    SIZE: tl.constexpr,
+    FLAGS: tl.constexpr,
+) -> tl.tensor:
+    """Norm of one token, rounded where its module rounds."""
+    IS_LAYER: tl.constexpr = FLAGS[0]
+    HAS_BIAS: tl.constexpr = FLAGS[2]
+    ROUNDS: tl.constexpr = FLAGS[4]
+    wide = x.to(tl.float32)
+    if IS_LAYER:
+        wide = tl.where(inside, wide - tl.sum(wide, axis=0) / SIZE, 0.0)
+    wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    if ROUNDS:
+        wide = wide.to(x.dtype).to(tl.float32)
+    wide *= scale
+    if HAS_BIAS:
+        wide += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return wide.to(x.dtype)
+
+
+@triton.jit
+def _sum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def scaled(x: tl.tensor, factor: float) -> tl.tensor:
+    return (x.to(tl.float32) * factor).to(x.dtype)
+
+
+@triton.jit
 def _add_norm_kernel(
     stream: tl.tensor,
     delta: tl.tensor,
+    more: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
+    post_weight: tl.tensor,
+    post_bias: tl.tensor,
     total: tl.tensor,
     normed: tl.tensor,
     eps: float,
+    post_eps: float,
+    scale: float,
+    output_scale: float,
     HAS_DELTA: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+    SUM_FIRST: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_OUTPUT_SCALED: tl.constexpr,
+    NORM: tl.constexpr,
+    POST: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -183,126 +259,105 @@ def _add_norm_kernel(
     start = token.to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    scale = tl.load(weight + token % NUM_WEIGHTS * SIZE + columns, mask=inside, other=0.0)
+    if NORM is not None:
+        weights = scale_of(weight, token % NUM_WEIGHTS * SIZE + columns, inside, NORM)
+    if POST is not None:
+        post_weights = scale_of(post_weight, columns, inside, POST)
     wait_for_previous(OVERLAPS)
     x = tl.load(stream + start + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + start + columns, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        if POST is not None:
+            added = _normed(added, post_weights, post_bias, columns, inside, post_eps, SIZE, POST)
+        if IS_SCALED:
+            added = scaled(added, scale)
+        if HAS_MORE:
+            last = tl.load(more + start + columns, mask=inside, other=0.0)
+            x = _sum(_sum(added, last), x) if SUM_FIRST else _sum(_sum(x, added), last)
+        else:
+            x = _sum(x, added)
+        if IS_OUTPUT_SCALED:
+            x = scaled(x, output_scale)
         tl.store(total + start + columns, x, mask=inside)
+    if NORM is not None:
+        x = _normed(x, weights, bias, columns, inside, eps, SIZE, NORM)
+    if NORM is not None or not HAS_DELTA:
+        tl.store(normed + start + columns, fitted(x, normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """The activation of x, rounded to its dtype."""
     wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    tl.store(normed + start + columns, fitted(rms_normed(x, scale, inverse), normed.dtype.element_ty), mask=inside)
+    if ACTIVATION == _SILU:
+        active = wide / (1.0 + tl.exp(-wide))
+    elif ACTIVATION == _GELU_TANH:
+        active = 0.5 * wide * (1.0 + _tanh(0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)))
+    elif ACTIVATION == _GELU:
+        active = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
+    else:
+        active = tl.maximum(wide, 0.0)
+        active = active.to(x.dtype).to(tl.float32) * active
+    return active.to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["max_pages", "last_position"])
-def _rotate_kernel(
-    qkv: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    rows: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    lengths: tl.tensor,
-    table_rows: tl.tensor,
-    tables: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    query_norm: tl.tensor,
-    key_norm: tl.tensor,
-    eps: float,
-    max_pages: int,
-    last_position: int,
-    cache_slot: tl.int64,  # strides
-    cache_layer: tl.int64,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+@triton.jit
+def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr = _SILU) -> tl.tensor:
+    """activation(gate) * up, rounded before and after the product."""
+    return (activated(gate, ACTIVATION).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _activate_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
     flag: tl.tensor | None = None,
-) -> None:
-    """Rotate and store some heads of one token in one layer, as two halves that the rotation mixes."""
-    if is_shut(flag):
-        return
-    start_next(OVERLAPS)
-    token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    keys += layer * cache_layer
-    values += layer * cache_layer
-    row = tl.load(rows + token)
-    length = tl.load(lengths + row)
-    position = tl.minimum(length + tl.load(depths + token), last_position)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    real = dims < HALF
-    inside = (head < HEADS + 2 * KV_HEADS) & real
-    is_query = head < HEADS
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
-    place = tl.load(places + token)
-    table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
-    slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
-    wait_for_previous(OVERLAPS)
-
-    qkv += (layer * tl.num_programs(0) + token) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
-    at = head * (2 * HALF) + dims
-    first = tl.load(qkv + at, mask=inside, other=0.0)
-    second = tl.load(qkv + at + HALF, mask=inside, other=0.0)
-    x, y = first, second
-    if NORMED:
-        query_norm += layer * (2 * HALF)
-        key_norm += layer * (2 * HALF)
-        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1) + tl.sum(
-            y.to(tl.float32) * y.to(tl.float32), axis=1
-        )
-        inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-        low = tl.where(
-            is_query,
-            tl.load(query_norm + dims, mask=real, other=0.0),
-            tl.load(key_norm + dims, mask=real, other=0.0),
-        )
-        high = tl.where(
-            is_query,
-            tl.load(query_norm + HALF + dims, mask=real, other=0.0),
-            tl.load(key_norm + HALF + dims, mask=real, other=0.0),
-        )
-        x, y = rms_normed(x, low, inverse), rms_normed(y, high, inverse)
-    x32, y32 = x.to(tl.float32), y.to(tl.float32)
-    # Each product is rounded before the sum.
-    turned_x = ((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
-    turned_y = ((y32 * c).to(first.dtype).to(tl.float32) + (x32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
-
-    tl.store(qkv + at, turned_x, mask=inside & is_query)
-    tl.store(qkv + at + HALF, turned_y, mask=inside & is_query)
-    stored = keys + slot + (head - HEADS) * (2 * HALF) + dims
-    tl.store(stored, turned_x, mask=inside & is_key)
-    tl.store(stored + HALF, turned_y, mask=inside & is_key)
-    is_value = head >= HEADS + KV_HEADS
-    stored = values + slot + (head - HEADS - KV_HEADS) * (2 * HALF) + dims
-    tl.store(stored, first, mask=inside & is_value)
-    tl.store(stored + HALF, second, mask=inside & is_value)
-
-
-@triton.jit
-def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, rounded before and after the product."""
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-
-
-@triton.jit
-def _silu_mul_kernel(
-    gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, flag: tl.tensor | None = None
 ) -> None:
     if is_shut(flag):
         return
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    gate = tl.load(gate_up + token * (2 * SIZE) + columns, mask=inside, other=0.0)
-    up = tl.load(gate_up + token * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0)
-    tl.store(out + token * SIZE + columns, gated(gate, up), mask=inside)
+    x += token * (2 * SIZE if IS_GATED else SIZE)
+    first = tl.load(x + columns, mask=inside, other=0.0)
+    if IS_GATED:
+        result = gated(first, tl.load(x + SIZE + columns, mask=inside, other=0.0), ACTIVATION)
+    else:
+        result = activated(first, ACTIVATION)
+    tl.store(out + token * SIZE + columns, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _logits_kernel(
+    logits: tl.tensor,
+    count: tl.int64,
+    scale: float,
+    softcap: float,
+    IS_SCALED: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    flag: tl.tensor | None = None,
+) -> None:
+    """Each operation is rounded."""
+    if is_shut(flag):
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = tl.load(logits + at, mask=inside, other=0.0)
+    if IS_SCALED:
+        x = scaled(x, scale)
+    if IS_CAPPED:
+        x = (x.to(tl.float32) / softcap).to(x.dtype)
+        x = scaled(_tanh(x.to(tl.float32)).to(x.dtype), softcap)
+    tl.store(logits + at, x, mask=inside)

@@ -4,8 +4,8 @@ A token's result does not depend on the other tokens: every sum is one chain of 
 input to the last. The tile size changes no bit, so tiles are chosen only for speed. PyTorch splits its sums depending
 on the number of tokens, which changes the last bits.
 
-The product with gate and up weights includes the activation: a program computes gate and up of the same neurons, and
-rounds them as if they were stored in between.
+The first product of an MLP includes the activation, and rounds as if its results were stored in between. With gates, a
+program computes gate and up of the same neurons.
 
 Weights and inputs in 8 bits (`EightBits`) take half the memory traffic. They change what is computed, so only drafts,
 which change no text, use them.
@@ -28,8 +28,9 @@ from graft.model.kernels import gate, overlap
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, fitted
 from graft.model.kernels.gate import is_shut
-from graft.model.kernels.layer import gated
+from graft.model.kernels.layer import ACTIVATIONS, activated, gated
 from graft.model.kernels.overlap import after_previous, start_next
+from graft.model.network import Activation
 
 FEW = 2048  # the kernel is about as fast as PyTorch's for up to this many tokens
 _LARGE = 2**22  # and weights of at least this many numbers
@@ -63,13 +64,13 @@ class Tile:
 
 
 def can_multiply(shape: Sequence[int]) -> bool:
-    """Whether the kernel can multiply by a weight [outputs, inputs]."""
-    return not any(size % 64 for size in shape)
+    """Whether the kernel can multiply by a weight [outputs, inputs], of any number of outputs."""
+    return shape[1] % 64 == 0
 
 
 def can_gate(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply by gates and ups [2 * neurons, inputs] and apply the activation."""
-    return can_multiply(shape) and shape[0] % _least_outputs(dtype, True) == 0
+    return can_multiply(shape) and shape[0] % _least_outputs(dtype, True) == 0  # or ups would begin within a tile
 
 
 def _least_outputs(dtype: torch.dtype, is_gated: bool) -> int:
@@ -97,10 +98,11 @@ def _rated_tiles(
     """All possible tiles with at least `least` outputs, each with its estimated time."""
     num_outputs, num_inputs = shape
     for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
-        if outputs < least or num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
+        fits = num_outputs % outputs == 0 or num_outputs % 64  # no tile does: the last has outputs that do not exist
+        if outputs < least or not fits or tokens > max(triton.next_power_of_2(num_tokens), 16):
             continue
         missing = max(tokens - num_tokens, 0)
-        columns, rows = triton.cdiv(num_tokens, tokens), num_outputs // outputs
+        columns, rows = triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs)
         rounds, left = divmod(columns * rows, processors)
         time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
         if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > least:
@@ -148,7 +150,7 @@ class EightBits:
     @staticmethod
     def why_not(weight: Tensor) -> str | None:
         """Why products with this weight cannot be in 8 bits, or should not; None if they can."""
-        if not can_multiply(weight.shape):
+        if any(size % 64 for size in weight.shape):
             return "its sizes are not multiples of 64"
         if weight.dtype is torch.float32:
             return "whoever wants float32 wants all its bits"
@@ -180,16 +182,25 @@ class Products:
             return self.multiply(x, weight, bias)
         return linear(x, weight, bias)
 
-    def activate(self, x: Tensor, gate_up: Tensor | EightBits) -> Tensor:
-        """silu(gate) * up [T, neurons] of x [T, inputs] by gate_up [2 * neurons, inputs], gates first.
+    def activate(
+        self,
+        x: Tensor,
+        up: Tensor | EightBits,
+        bias: Tensor | None = None,
+        activation: Activation = "silu",
+        is_gated: bool = True,
+    ) -> Tensor:
+        """activation(gate) * up [T, neurons] of x [T, inputs] by weights [2 * neurons, inputs], gates first.
 
-        With weights in 8 bits, the result is in 8 bits too.
+        Not gated: activation(up), by weights [neurons, inputs]. bias: of the product. With weights in 8 bits, the
+        result is in 8 bits too.
         """
-        if isinstance(gate_up, EightBits):
-            return self.multiply(x, gate_up, is_gated=True)
-        if can_gate(gate_up.shape, x.dtype) and self._is_ours(x, gate_up):
-            return self.multiply(x, gate_up, is_gated=True)
-        return layer_kernels.silu_mul(self(x, gate_up))
+        is_possible = isinstance(up, EightBits) or (
+            (can_gate(up.shape, x.dtype) if is_gated else can_multiply(up.shape)) and self._is_ours(x, up)
+        )
+        if is_possible:
+            return self.multiply(x, up, bias, None, is_gated, activation)
+        return layer_kernels.activate(self(x, up, bias), activation, is_gated)
 
     def multiply(
         self,
@@ -198,17 +209,19 @@ class Products:
         bias: Tensor | None = None,
         tile: Tile | None = None,
         is_gated: bool = False,
+        activation: Activation | None = None,
     ) -> Tensor:
-        """The product by the kernel. tile: None: the fastest. is_gated: compute `activate`, without a bias."""
+        """The product by the kernel. tile: None: the fastest. is_gated, activation: see `activate`."""
+        activation = "silu" if is_gated and activation is None else activation
         factors, dtype = None, x.dtype
         if isinstance(weight, EightBits):
-            factors, dtype = weight.factors, x.dtype if is_gated else weight.dtype
+            factors, dtype = weight.factors, x.dtype if activation is not None else weight.dtype
             weight = weight.values
-        assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)
+        assert x.is_contiguous() and weight.is_contiguous()
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         shape = (num_outputs, num_inputs)
         tile = tile or tile_for(num_tokens, shape, x.dtype, self._processors, self._shared_memory, is_gated)
-        rows, parts = num_outputs // tile.outputs, 2 if is_gated else 1
+        rows, parts = triton.cdiv(num_outputs, tile.outputs), 2 if is_gated else 1
         has_halves = tile.num_whole < rows
         out = x.new_empty(num_tokens, num_outputs // parts, dtype=dtype)
         block = tile.outputs // parts
@@ -227,6 +240,8 @@ class Products:
             HAS_BIAS=bias is not None,
             HAS_HALVES=has_halves,
             IS_GATED=is_gated,
+            ACTIVATION=ACTIVATIONS[activation],
+            IS_UNEVEN=num_outputs % tile.outputs != 0,
             BY_DESCRIPTOR=self._by_descriptor,
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
             BLOCK_T=tile.tokens,
@@ -267,6 +282,8 @@ def _product_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_HALVES: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -285,7 +302,7 @@ def _product_kernel(
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
     sizes = num_tokens, num_outputs, num_inputs
-    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS)
+    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS, ACTIVATION, IS_UNEVEN)
     if HAS_HALVES:
         if row < num_whole:
             _tile(x, weight, bias, factors, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
@@ -323,6 +340,8 @@ def _tile(
     BY_DESCRIPTOR: tl.constexpr = flags[2]
     PRECISION: tl.constexpr = flags[3]
     OVERLAPS: tl.constexpr = flags[4]
+    ACTIVATION: tl.constexpr = flags[5]
+    IS_UNEVEN: tl.constexpr = flags[6]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     ups = acc
     for place in range(0, num_inputs, BLOCK_K):
@@ -338,21 +357,29 @@ def _tile(
             ups = tl.dot(w, tokens.T, ups, input_precision=PRECISION)
     token += tl.arange(0, BLOCK_T)
     output += tl.arange(0, BLOCK_N)
+    mask = (token < num_tokens)[None, :]
+    if IS_UNEVEN:
+        mask = mask & (output < num_outputs)[:, None]
+        output = tl.minimum(output, num_outputs - 1)
     if factors is not None:
         acc *= tl.load(factors + output)[:, None]
         if IS_GATED:
             ups *= tl.load(factors + num_outputs // 2 + output)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + output).to(tl.float32)[:, None]
+        if IS_GATED:
+            ups += tl.load(bias + num_outputs // 2 + output).to(tl.float32)[:, None]
     stored: tl.constexpr = out.dtype.element_ty
     result = acc
     if stored != tl.float8e4nv:
         result = acc.to(stored)
     if IS_GATED:
-        result = gated(result, ups.to(result.dtype))
+        result = gated(result, ups.to(result.dtype), ACTIVATION)
         num_outputs = num_outputs // 2
+    elif ACTIVATION != 0:
+        result = activated(result, ACTIVATION)
     at = token[None, :].to(tl.int64) * num_outputs + output[:, None]
-    tl.store(out + at, fitted(result, stored), mask=(token < num_tokens)[None, :])
+    tl.store(out + at, fitted(result, stored), mask=mask)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.model.fusable import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
+from graft.model.families import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
 from graft.model.plain_modules import changed_module
 from graft.spec_decode.proposers.draft_head import DraftHead
 

@@ -17,11 +17,12 @@ from graft.model import PagePool
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout, bidirectional_columns
-from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, fused_layer
+from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, llama_layer
 from graft.spec_decode.proposers import capturable
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
@@ -97,11 +98,15 @@ class FastBlock:
         self._qkv = fuse_parameters(projections).unflatten(0, (len(layers), -1))
         self._num_queries = config.num_attention_heads * config.head_dim
         self._multiply = Products(self._embedding.device)
-        own_layers = [_layer(layer, self._qkv[n], config.windows[n]) for n, layer in enumerate(layers)]
-        norms = [layer.head_norms for layer in own_layers if layer.head_norms is not None]
-        by_layer = [torch.stack(weights) for weights in list(zip(*norms, strict=True))[:2]]
-        self._head_norms = (by_layer[0], by_layer[1], norms[0][2]) if norms else None  # [layers, head_dim]
-        self._stack = LayerStack(own_layers, config.num_attention_heads, config.rms_norm_eps, self._multiply)
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        what = [
+            llama_layer(layer, *heads, config.rms_norm_eps, window)
+            for layer, window in zip(layers, config.windows, strict=True)
+        ]
+        norms: list[Any] = [(own.mixer.q_norm, own.mixer.k_norm) for own in what if own.mixer.q_norm is not None]
+        by_layer = [torch.stack([norm.weight.detach() for norm in each]) for each in zip(*norms, strict=True)]
+        self._head_norms = (by_layer[0], by_layer[1], norms[0][0].eps) if norms else None  # [layers, head_dim]
+        self._stack = LayerStack(list(map(Layer.of, what, self._qkv)), self._multiply)
 
     @property
     def tile(self) -> int:
@@ -148,7 +153,7 @@ class FastBlock:
         _, hidden = layer_kernels.add_norm(fused, None, self._hidden_norm, self.config.rms_norm_eps)
         weights = self._qkv[:, self._num_queries :]
         projected = torch.bmm(hidden.expand(len(weights), -1, -1), weights.mT)  # [layers, E, 2 * kv_heads * head_dim]
-        layer_kernels.rotate_and_store(projected, keys, values, layout, rotary.cos, rotary.sin, self._head_norms)
+        rotary_kernels.rotate_and_store(projected, keys, values, layout, rotary.cos, rotary.sin, self._head_norms)
 
     def run(
         self,
@@ -162,8 +167,9 @@ class FastBlock:
         """Hidden states [R, K, H] of the predicting slots, before the final norm."""
         width = self.config.block_size
         slots = block_kernels.slots(roots, self._embedding, self._mask, width)
-        _, stream, delta = self._stack(slots, step, keys, values, rotary, seen)
-        return self.head.predicting((stream + delta).unflatten(0, (-1, width)))
+        stored = list(zip(keys, values, strict=True))
+        _, stream, last = self._stack(slots, step, stored, [rotary] * len(stored), seen)
+        return self.head.predicting((stream + last.delta).unflatten(0, (-1, width)))
 
 
 def why_not(head: BlockHead) -> str | None:
@@ -173,11 +179,3 @@ def why_not(head: BlockHead) -> str | None:
     if any(window and not causal for causal, window in zip(config.causal, config.windows, strict=True)):
         return "it has a window of attention without being causal"
     return capturable.why_not(head)
-
-
-def _layer(layer: Any, qkv: Tensor, window: int | None) -> Layer:
-    attention, head_norms = layer.self_attn, None
-    query_norm, key_norm = attention.q_norm, attention.k_norm
-    if hasattr(query_norm, "weight"):
-        head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.eps)
-    return fused_layer(layer, qkv, None, head_norms, attention.head_dim**-0.5, window)

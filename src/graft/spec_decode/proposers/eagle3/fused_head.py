@@ -29,6 +29,7 @@ from graft.model.kernels.matmul import EightBits, Products
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
+from graft.model.network import Attention
 from graft.spec_decode.proposers.beam_drafter import Shape, num_beams
 from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
 from graft.spec_decode.proposers.drafter import Passes, TreeSettings
@@ -78,8 +79,14 @@ class FastHead:
         """head: one for which `capturable.why_not` is None."""
         self.settings, eight_bits, self.weight = settings, settings.eight_bits, head.fc.weight
         layer: Any = head.midlayer
-        attention = layer.self_attn
-        self.head, self.config = head, head.config
+        attention, config = layer.self_attn, head.config
+        self.head, self.config = head, config
+        self._attention = Attention(
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            *(attention.o_proj, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+            scale=config.head_dim**-0.5,
+            window=config.sliding_window,
+        )
         embedding = head.embed_tokens.weight if head.config.own_embedding else head.target_embedding
         assert embedding is not None
         self._embedding = embedding.detach()
@@ -203,8 +210,7 @@ class FastHead:
         )
         with overlap.launches(len(tokens) in overlap.FASTER):
             qkv = multiply(both, self._qkv)
-            window = config.sliding_window
-            attended = attend_in_store(qkv, keys, values, step, rotary, heads, window=window, dtype=self._dtype)
+            attended = attend_in_store(qkv, keys, values, step, rotary, self._attention, dtype=self._dtype)
             delta = multiply(attended, self._o)
             stream, normed = self._normed(stream, delta, self._mlp_norm)
             delta = multiply(multiply.activate(normed, self._gate_up), self._down)
