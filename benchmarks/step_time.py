@@ -36,11 +36,11 @@ from graft.model.cuda_graphs import CapturedTarget
 from graft.model.families import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
-from graft.spec_decode.proposers.beam_drafter import Shape
 from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 from graft.spec_decode.proposers.factory import fused_for
+from graft.tree.device.buffers import DraftDraws
 from graft.tree.tree import DraftTree
 
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -168,19 +168,21 @@ def time_draft_pass(name: str, target: CapturedTarget, context: int, options: ar
         asked = Passes.scratch(target.pool, state, cache.rows, 1)
         draws = ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)])
         asked = replace(asked, text_lengths=torch.full_like(asked.text_lengths, context + 1), draws=draws)
-        shape, padded_context = Shape.of(num_rows, tree.topk, asked.keep), context_for(context)
-        buffers = drafter.buffers_of(target.pool)
+        asked, buffers = replace(asked, context=context_for(context)), drafter.buffers_of(target.pool)
+        keys = draws.keys()
+        seeds, temperatures = keys[0].to(common.DEVICE), keys[1].to(common.DEVICE)
+        known = DraftDraws(seeds, temperatures, asked.lengths, head.d2t)
         found: tuple[list[float], list[float]] = ([], [])
         for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
             drafter.run_passes(asked, lambda *level: None)
-            expand = partial(fast.run_pass, buffers, shape, 1, knows_draws)
-            found[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
+            expand = partial(fast.run_pass, buffers, asked, asked.lengths, known if knows_draws else None)
+            found[knows_draws].append(common.microseconds(expand, range(1, drafter.max_passes)))
         cache.release()
         bits = "8" if eight_bits else "16"
         without, with_noise = times[bits] = tuple(map(statistics.median, found))
         print(
-            f"{name}, context {context}, {num_rows} rows of {shape.beams} beams, weights of {bits} bits: a draft pass "
-            f"takes {without:.1f} us, and with the noise of coming draws {with_noise:.1f} us "
+            f"{name}, context {context}, {num_rows} rows of {drafter.beams_of(num_rows)} beams, {bits} bits: "
+            f"a draft pass takes {without:.1f} us, and with the noise of coming draws {with_noise:.1f} us "
             f"({with_noise - without:+.1f})",
             flush=True,
         )

@@ -27,8 +27,7 @@ from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products
 from graft.model.layout import Layout
 from graft.spec_decode.proposers import head_drafter
-from graft.spec_decode.proposers.beam_drafter import Shape
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.head_drafter import HeadDrafter
 from graft.tree.device.buffers import Beams
@@ -252,7 +251,7 @@ def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, mon
     drafter: Any = text.drafter
     _, state = text.open(PROMPT[:3])
     text.levels(state, 1, keep=8)
-    shape, buffers = Shape.of(1, 8, 8), drafter._buffers[state.pool]
+    buffers, asked = drafter._buffers[state.pool], asked_of(state, 8)
     launched = []
     monkeypatch.setattr(overlap, "options", lambda device: launched.append(overlap._is_worth_it.get()) or overlap.USUAL)
     for module, name in ((eagle3_kernels, "enter"), (attention_kernels, "plan"), (topk_kernels, "highest")):
@@ -265,7 +264,7 @@ def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, mon
         monkeypatch.setattr(module, name, noted)
     with gate.under(flag(1)):
         for number in range(2):
-            drafter.fast.run_pass(buffers, shape, number, False, 16)
+            drafter.fast.run_pass(buffers, asked, asked.lengths, None, number)
     names = [each for each in launched if isinstance(each, str)]
     assert names == ["highest", "plan", "enter", "highest"]
     inside = launched[launched.index("enter") + 1 : len(launched) - launched[::-1].index("highest") - 1]
@@ -284,6 +283,12 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)
     monkeypatch.setattr(HeadDrafter, "_try", lambda drafter, state: None)
     monkeypatch.setattr(head_drafter, "ENTRIES", (4,))
+
+
+def asked_of(state: Any, keep: int) -> Passes:
+    """The passes of its row."""
+    asked = Passes.scratch(state.pool, None, [row.row for row in state.rows], 2)
+    return replace(asked, text_lengths=asked.text_lengths + 1 + state.lengths[0], context=16, keep=keep)
 
 
 def check_pass(run: Callable[[], None], written: list[Tensor], products: Products) -> None:
@@ -311,11 +316,11 @@ def test_a_pass_of_an_eagle3_head_behind_a_gate(norm_output, few_programs, made)
     _, state = text.open(PROMPT[:3])
     text.levels(state, 1, keep=3)
     drafter.fast.config = replace(drafter.fast.config, norm_output=norm_output)
-    buffers, shape = drafter._buffers[state.pool], Shape.of(1, 2, 3)
+    buffers, asked = drafter._buffers[state.pool], asked_of(state, 3)
     written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels]
     written += [buffers.keys, buffers.values]
     buffers.levels.zero_()
     for number in range(2):
-        run = partial(drafter.fast.run_pass, buffers, shape, number, False, 16)
+        run = partial(drafter.fast.run_pass, buffers, asked, asked.lengths, None, number)
         check_pass(run, written, drafter.fast._multiply)
         run()

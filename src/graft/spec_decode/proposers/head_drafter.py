@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.attention import RowKeys, Visibility
@@ -30,9 +30,9 @@ from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.model.noise import ComingDraws
 from graft.progress import Report
-from graft.spec_decode.proposers.draft_buffers import ENTRIES, ByEntry, ByRow, DraftBuffers, ragged
+from graft.spec_decode.proposers.draft_buffers import ENTRIES, DraftBuffers
 from graft.spec_decode.proposers.drafter import DraftState, Passes
-from graft.tree.device.buffers import Entries
+from graft.tree.device.buffers import DraftDraws, Entries
 from graft.tree.device.round import AddLevel
 from graft.tree.tree import DraftTree
 
@@ -83,6 +83,7 @@ class NewEntries:
 class HeadDrafter(ABC):
     """Base of the drafters of heads."""
 
+    head: Any
     max_passes: int
     contexts: tuple[int, ...] = CONTEXTS
     # Factor on the logits when draws are guessed, for a head that is less certain than its target.
@@ -177,22 +178,22 @@ class HeadDrafter(ABC):
         sources = [index[row, [0, *path][: len(new)]].tolist() for row, (path, new) in paths]
         self._take(state.pool, state.rows, verified, tokens, sources, _MAX_PENDING)
 
+    @torch.no_grad()
     def run_passes(self, asked: Passes, add_level: AddLevel) -> None:
         if not self.is_captured:
             self.draft(asked, add_level)
             return
-        pool, num_rows = asked.pool, asked.num_rows
-        buffers = self._buffers[pool] if asked.state is None else self.buffers_of(pool)
-        by_row = buffers.round.by_row(num_rows)
-        for part, given in ((by_row.table_rows, asked.table_rows), (by_row.lengths, asked.lengths)):
-            part[:num_rows].copy_(given)
-        if asked.draws is not None:
-            seeds, temperatures = asked.draws.keys() if isinstance(asked.draws, ComingDraws) else asked.draws
-            count = min(len(seeds), num_rows)
-            buffers.seeds[:count].copy_(seeds[:count])
-            buffers.temperatures[:count].copy_(temperatures[:count] / self.sharpness)
-        with torch.no_grad():
-            self.fast.run_passes(buffers, asked, add_level)
+        buffers = self._buffers[asked.pool] if asked.state is None else self.buffers_of(asked.pool)
+        lengths, given, draws = asked.lengths, asked.draws, None
+        if given is not None:
+            seeds, temperatures = given.keys() if isinstance(given, ComingDraws) else given
+            # Of the rows of padding, the host knows none.
+            seeds, temperatures = (
+                nn.functional.pad(part, (0, max(asked.num_rows - len(part), 0)))[: asked.num_rows].to(lengths.device)
+                for part in (seeds, temperatures)
+            )
+            draws = DraftDraws(seeds, temperatures / self.sharpness, lengths, self.head.d2t)
+        self.fast.run_passes(buffers, asked, lengths, draws, add_level)
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         """Capture the graphs that read prompts."""
@@ -207,7 +208,7 @@ class HeadDrafter(ABC):
                 hidden = self._hidden_of(buffers, verified)
                 for number, size in enumerate(ENTRIES):
                     target.progress(Report("graphs", number, len(ENTRIES), f"drafter, {size} entries"))
-                    buffers.round.load(ByRow(), ByEntry(), size)
+                    buffers.new.load(size)
                     self._replay_read(buffers, size, self._context(state.rows), hidden)
         finally:
             cache.release()
@@ -221,11 +222,7 @@ class HeadDrafter(ABC):
 
     def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
         """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
-        by_row = ByRow(
-            table_rows=entries.table_rows, starts=entries.lengths, begins=entries.begins, counts=entries.counts
-        )
-        by_entry = ByEntry(entries.rows, entries.places, entries.tokens, entries.nodes)
-        self._run_entries(self._buffers[pool], by_row, by_entry, context, hidden)
+        self._run_entries(self._buffers[pool], entries, context, hidden)
 
     # The KV store
 
@@ -304,12 +301,14 @@ class HeadDrafter(ABC):
             for first in range(0, max(map(len, tokens)), most):
                 part, places = ([own[first : first + most] for own in by_row] for by_row in (tokens, sources))
                 counts = np.array([len(own) for own in part])
-                entry_rows, entry_places, begins = ragged(counts)
+                begins = counts.cumsum() - counts
+                entry_rows = np.repeat(np.arange(len(counts)), counts)
+                entry_places = np.arange(len(entry_rows)) - begins[entry_rows]
                 table_rows, starts = [row.row.block_table_row for row in rows], [row.length for row in rows]
                 flat = (list(itertools.chain.from_iterable(parts)) for parts in (part, places))
                 size = padded(len(entry_rows), ENTRIES)
-                by_row = ByRow(table_rows, starts=starts, begins=begins, counts=counts)
-                buffers.round.load(by_row, ByEntry(entry_rows, entry_places, *flat), size)
+                by_row = (begins, counts, starts, table_rows)
+                buffers.new.load(size, (entry_rows, entry_places, *flat), by_row)
                 self._replay_read(buffers, size, self._context(rows), hidden, verified.is_captured)
                 for row, new in zip(rows, part, strict=True):
                     row.length += len(new)
@@ -366,25 +365,25 @@ class HeadDrafter(ABC):
 
     @torch.no_grad()
     def _run_read(self, buffers: DraftBuffers, size: int, context: int, hidden: Tensor) -> None:
-        self._run_entries(buffers, buffers.round.by_row(), buffers.round.by_entry(size), context, hidden)
+        self._run_entries(buffers, buffers.new.entries(size), context, hidden)
 
-    def _run_entries(self, buffers: DraftBuffers, by_row: ByRow, new: ByEntry, context: int, hidden: Tensor) -> None:
+    def _run_entries(self, buffers: DraftBuffers, new: Entries, context: int, hidden: Tensor) -> None:
         """Run the head on entries. hidden: where their features are."""
-        features = hidden.index_select(0, new.sources)
         layout = Layout(
             rows=new.rows,
             places=new.places,
             depths=new.places,
             paths=buffers.paths[: len(new.rows)],
-            starts=by_row.begins,
-            counts=by_row.counts,
-            lengths=by_row.starts,
-            table_rows=by_row.table_rows,
+            starts=new.begins,
+            counts=new.counts,
+            lengths=new.lengths,
+            table_rows=new.table_rows,
             tables=buffers.tables,
             max_context=context,
             only_chains=True,
         )
-        self.fast.enter(buffers, features.to(self._weight.dtype), new.tokens, by_row, layout)
+        features = hidden.index_select(0, new.nodes).to(self._weight.dtype)
+        self.fast.enter(buffers, features, new.tokens, layout)
 
     def _try(self, state: HeadState) -> None:
         """Capture the head's functions on padding rows. If that fails, it is run directly from now on."""
@@ -392,7 +391,7 @@ class HeadDrafter(ABC):
         context, size = self._context(state.rows), ENTRIES[0]
         try:
             buffers = self.buffers_of(pool)
-            buffers.round.load(ByRow(), ByEntry(), size)
+            buffers.new.load(size)
             padding = [Row(0)] * max(len(state.rows), 1)
             asked = Passes.scratch(pool, None, padding, min(self.max_passes, 2))  # later ones are like the second
             hidden = self._weight.new_zeros(1, self._weight.shape[1])

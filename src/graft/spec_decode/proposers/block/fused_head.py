@@ -28,7 +28,7 @@ from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Ranking
-from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
+from graft.spec_decode.proposers.draft_buffers import DraftBuffers
 from graft.spec_decode.proposers.drafter import Passes
 from graft.tree.device import best_first
 from graft.tree.device.buffers import DraftDraws, Trees
@@ -51,9 +51,9 @@ class BlockBuffers(DraftBuffers):
         most = max(fast.settings.num_drafted(fast.head, is_chain) for is_chain in (False, True))
         self._trees = torch.zeros(5 * self.max_rows * most, dtype=torch.int32, device=pool.device)
 
-    def layout(self, rows: int, context: int) -> Layout:
+    def layout(self, asked: Passes, lengths: Tensor) -> Layout:
         """Layout of causal slots after the entries of their rows."""
-        count, by_row = rows * self.width, self.round.by_row(rows)
+        rows, count = asked.num_rows, asked.num_rows * self.width
         return Layout(
             rows=self._rows_of[:count],
             places=self._places[:count],
@@ -61,10 +61,10 @@ class BlockBuffers(DraftBuffers):
             paths=self._two_ways[2][:count],  # not read
             starts=self._starts[:rows],
             counts=self._counts[:rows],
-            lengths=by_row.lengths[:rows],
-            table_rows=by_row.table_rows[:rows],
+            lengths=lengths,
+            table_rows=asked.table_rows,
             tables=self.tables,
-            max_context=context,
+            max_context=asked.context,
             only_chains=True,
         )
 
@@ -117,23 +117,25 @@ class FastBlock:
     def buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
         return BlockBuffers(self, pool, store, number)
 
-    def run_passes(self, buffers: BlockBuffers, asked: Passes, add_level: AddLevel) -> None:
+    def run_passes(
+        self, buffers: BlockBuffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, add_level: AddLevel
+    ) -> None:
+        """See `Drafter.run_passes`. lengths, draws: of the rows."""
         rows, is_chain = asked.num_rows, asked.keep == 1
-        layout, num_levels = buffers.layout(rows, asked.context), self.config.num_drafts
+        layout, num_levels = buffers.layout(asked, lengths), self.config.num_drafts
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
         seen = [causal if is_causal else two_ways for is_causal in self.config.causal]
         roots = asked.roots[:rows].contiguous()
         hidden = self.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
-        ranking = self._ranking(buffers, rows, asked.draws is not None)
-        table = table_of(self.head, hidden, roots.long(), self.settings, is_chain, ranking)
+        table = table_of(self.head, hidden, roots.long(), self.settings, is_chain, self._ranking(draws))
         trees = buffers.trees(rows, self.settings.num_drafted(self.head, is_chain))
         best_first.grow(*table, min(num_levels, asked.max_depth), trees)
         add_level(0, *(part.flatten() for part in (trees.tokens, trees.parents, trees.probabilities)))
 
-    def _ranking(self, buffers: BlockBuffers, rows: int, knows_draws: bool) -> Ranking:
+    def _ranking(self, by_row: DraftDraws | None) -> Ranking:
         draws = factors = None
-        if knows_draws:
-            by_row, num_slots = buffers.draws(rows, self.head.d2t), self.config.num_drafts
+        if by_row is not None:
+            rows, num_slots = len(by_row.seeds), self.config.num_drafts
             factors = torch.where(by_row.temperatures > 0, 1 / by_row.temperatures, 1.0)
             seeds, temperatures, positions = (part.repeat_interleave(num_slots) for part in by_row[:3])
             places = torch.arange(num_slots, device=positions.device).repeat(rows)
@@ -146,7 +148,7 @@ class FastBlock:
 
         return Ranking(highest, block_kernels.children, factors)
 
-    def enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
+    def enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, layout: Layout) -> None:
         """Write the keys and values of entries with the target's features [E, taps * H_t] to the store."""
         keys, values, rotary = buffers.keys, buffers.values, buffers.rotary
         fused = self._multiply(features, self.fc)

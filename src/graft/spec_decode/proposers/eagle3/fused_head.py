@@ -31,7 +31,7 @@ from graft.model.layout import Layout
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.model.network import Attention
 from graft.spec_decode.proposers.beam_drafter import Shape, num_beams
-from graft.spec_decode.proposers.draft_buffers import ByRow, DraftBuffers
+from graft.spec_decode.proposers.draft_buffers import DraftBuffers
 from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
@@ -111,44 +111,45 @@ class FastHead:
     def buffers(self, pool: PagePool, store: KVStore, number: int) -> Eagle3Buffers:
         return Eagle3Buffers(self, pool, store, number)
 
-    def enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
+    def enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, layout: Layout) -> None:
         """Run the head on entries with the target's features [E, taps * H_t] and next tokens [E].
 
         The output at each row's last entry is kept.
         """
         outputs = self._run_over(buffers, tokens, self.fuse(features), None, layout)
-        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
+        eagle3_kernels.keep_last(outputs, layout.starts, layout.counts, layout.table_rows, buffers.root)
 
-    def run_passes(self, buffers: Eagle3Buffers, asked: Passes, add_level: AddLevel) -> None:
-        shape = Shape.of(asked.num_rows, self.settings.topk, asked.keep)
+    def run_passes(
+        self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, add_level: AddLevel
+    ) -> None:
+        """See `Drafter.run_passes`. lengths, draws: of the rows."""
         for number in range(asked.num_passes):
             with gate.under(asked.made[number : number + 1]):
-                level = self.run_pass(buffers, shape, number, asked.draws is not None, asked.context)
+                level = self.run_pass(buffers, asked, lengths, draws, number)
             add_level(number, level[0], level[1], level[2].view(torch.float32))
 
     def run_pass(
-        self, buffers: Eagle3Buffers, shape: Shape, number: int, knows_draws: bool, max_context: int
+        self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, number: int
     ) -> Tensor:
         """Run a pass. Returns its level [3, nodes]: tokens, parents and the bits of q."""
-        by_row, beams = buffers.round.by_row(shape.rows), buffers.beams.first(shape.rows, shape.beams)
+        shape = Shape.of(asked.num_rows, self.settings.topk, asked.keep)
+        beams = buffers.beams.first(shape.rows, shape.beams)
         if number == 0:
-            outputs = self.root(buffers, by_row, shape)
+            outputs = self.root(buffers, asked.table_rows, shape)
         else:
-            outputs = self.expand(buffers, by_row, shape, beams, max_context)
-        draws, to_target = None, self.head.d2t
-        if knows_draws:
-            draws = buffers.draws(shape.rows, to_target)._replace(num_passes=beams.num_passes if number else None)
+            outputs = self.expand(buffers, asked, lengths, shape, beams)
+        if draws is not None and number:
+            draws = draws._replace(num_passes=beams.num_passes)
         level = buffers.levels[number, :, : shape.rows * shape.count(number)]
         best = self.likeliest(outputs, shape.beams, draws)
-        eagle3_kernels.spread(*best, to_target, beams, level, shape.keep, number == 0)
+        eagle3_kernels.spread(*best, self.head.d2t, beams, level, shape.keep, number == 0)
         return level
 
-    def root(self, buffers: Eagle3Buffers, by_row: ByRow, shape: Shape) -> Tensor:
+    def root(self, buffers: Eagle3Buffers, table_rows: Tensor, shape: Shape) -> Tensor:
         """The head's outputs [R, H] at the last entries."""
-        table_rows = by_row.table_rows[: shape.rows]
         return eagle3_kernels.take_roots(buffers.root, table_rows, buffers.hidden, shape.beams)
 
-    def expand(self, buffers: Eagle3Buffers, by_row: ByRow, shape: Shape, beams: Beams, context: int) -> Tensor:
+    def expand(self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, shape: Shape, beams: Beams) -> Tensor:
         """The head's outputs [R * beams, H] at the beams."""
         count = shape.rows * shape.beams
         rows, starts, counts = buffers.rows_of[shape.beams]
@@ -159,10 +160,10 @@ class FastHead:
             paths=beams.entries.flatten(0, 1),
             starts=starts[: shape.rows],
             counts=counts[: shape.rows],
-            lengths=by_row.lengths[: shape.rows],
-            table_rows=by_row.table_rows[: shape.rows],
+            lengths=lengths,
+            table_rows=asked.table_rows,
             tables=buffers.tables,
-            max_context=context,
+            max_context=asked.context,
         )
         hidden = buffers.hidden[:count]
         return self._run_over(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout, out=hidden)
