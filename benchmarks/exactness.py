@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,7 +38,8 @@ from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import PolicySettings, make_policy
-from graft.tree.device.buffers import Level
+from graft.spec_decode.proposers.drafter import Passes
+from graft.tree.device.round import AddLevel
 
 Best = tuple[int, float]  # the likeliest token at a position and its logit
 
@@ -137,7 +138,8 @@ class KnownTokens:
 
     hidden_layers: tuple[int, ...] = ()
     max_passes = 1
-    num_beams = num_slots = bytes_per_token = num_setups = 0
+    num_slots = bytes_per_token = num_setups = 0
+    is_captured = False
 
     def __init__(self, answers: dict[TokenSequence, list[int]], budget: int, vocab_size: int) -> None:
         self._answers = {id(each.ids): (each.num_prompt_tokens, answer) for each, answer in answers.items()}
@@ -161,20 +163,17 @@ class KnownTokens:
 
     learn = warm_up = read
 
-    def passes(self, state: Texts, roots: Tensor, keep: Any = None, draws: Any = None) -> Iterator[list[Level]]:
-        trees = [self._tree(text) for text in state.texts]
-        levels, numbers, first = [], [{0: 0} for _ in trees], 1
-        for depth in range(1, 1 + max(node[2] for tree in trees for node in tree)):
-            own = [[(number, *node) for number, node in enumerate(tree, 1) if node[2] == depth] for tree in trees]
-            tokens, parents = torch.zeros(2, len(trees), max(map(len, own)), dtype=torch.int64)
-            q = torch.zeros(tokens.shape)
-            for row, nodes in enumerate(own):
-                for place, (number, token, parent, _) in enumerate(nodes):
-                    numbers[row][number] = first + place
-                    tokens[row, place], parents[row, place], q[row, place] = token, numbers[row][parent], 1.0
-            first += tokens.shape[1]
-            levels.append(Level(tokens, parents, q, q))
-        yield levels
+    def run_passes(self, asked: Passes, add_level: AddLevel) -> None:
+        trees = [self._tree(text) for text in asked.state.texts]
+        tokens, parents = torch.zeros(2, len(trees), self.num_nodes, dtype=torch.int32)
+        q = torch.zeros(tokens.shape)
+        for row, nodes in enumerate(trees):
+            order = sorted(range(len(nodes)), key=lambda node: nodes[node][2])  # depth by depth
+            numbers = {0: 0} | {node + 1: number for number, node in enumerate(order, start=1)}
+            kept = [nodes[node] for node in order if nodes[node][2] <= asked.max_depth]
+            for place, (token, parent, _) in enumerate(kept):
+                tokens[row, place], parents[row, place], q[row, place] = token, numbers[parent], 1.0
+        add_level(0, *map(asked.flat, (tokens, parents, q)))
 
     def _tree(self, text: list[int]) -> list[tuple[int, int, int]]:
         """Nodes: tokens, parents (0 is the root) and depths."""

@@ -31,14 +31,16 @@ import torch
 from tree_attention import random_tree
 
 from graft.model import KVCache
-from graft.model.captures import Run
+from graft.model.captures import Run, context_for
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.families import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.spec_decode.proposers.factory import fused_for
+from graft.tree.device.buffers import DraftDraws
 from graft.tree.tree import DraftTree
 
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -152,30 +154,35 @@ def time_draft_pass(name: str, target: CapturedTarget, context: int, options: ar
     head.borrow_embedding(target.model.get_input_embeddings().weight)
     tree, times = TreeSettings(depth=1, topk=2) if options.dry_run else TreeSettings(), {}
     for eight_bits in (False, True):
-        drafter = CapturedEagle3Drafter(head, replace(tree, eight_bits=eight_bits))
-        if drafter.fast.has_eight_bits != eight_bits:
+        settings = replace(tree, eight_bits=eight_bits)
+        drafter = Eagle3Drafter(head, settings, fused_for(head, settings)[0])
+        fast = drafter.fast
+        if fast.has_eight_bits != eight_bits:
             continue
         cache = target.open(num_rows, context + drafter.num_slots)
         for row in cache.rows:
             row.length = context
         state = drafter.open(cache)
-        if not drafter.is_captured(state):
+        if not drafter.is_captured:
             sys.exit("the head was not captured")
-        roots = torch.zeros(num_rows, dtype=torch.int64)
+        asked = Passes.scratch(target.pool, state, cache.rows, 1)
         draws = ComingDraws([RowDraws(seed, context + 1, 1.0) for seed in range(num_rows)])
-        buffers, padded_context = drafter._begin(state, roots, draws), drafter._context(state.rows)
+        asked = replace(asked, text_lengths=torch.full_like(asked.text_lengths, context + 1), draws=draws)
+        asked, buffers = replace(asked, context=context_for(context)), drafter.buffers_of(target.pool)
+        keys = draws.keys()
+        seeds, temperatures = keys[0].to(common.DEVICE), keys[1].to(common.DEVICE)
+        known = DraftDraws(seeds, temperatures, asked.lengths, head.d2t)
         found: tuple[list[float], list[float]] = ([], [])
         for _, knows_draws in product(range(1 if options.dry_run else TURNS), (False, True)):
-            shape = drafter._shape_of(num_rows, KEPT_OF_A_LEVEL, knows_draws)
-            drafter._run_root(buffers, shape)
-            expand = partial(drafter._run_expand, buffers, shape)
-            found[knows_draws].append(common.microseconds(expand, [padded_context] * (drafter.max_passes - 1)))
+            drafter.run_passes(asked, lambda *level: None)
+            expand = partial(fast.run_pass, buffers, asked, asked.lengths, known if knows_draws else None)
+            found[knows_draws].append(common.microseconds(expand, range(1, drafter.max_passes)))
         cache.release()
         bits = "8" if eight_bits else "16"
         without, with_noise = times[bits] = tuple(map(statistics.median, found))
         print(
-            f"{name}, context {context}, {num_rows} rows of {shape.beams} beams, weights of {bits} bits: a draft pass "
-            f"takes {without:.1f} us, and with the noise of coming draws {with_noise:.1f} us "
+            f"{name}, context {context}, {num_rows} rows of {drafter.beams_of(num_rows)} beams, {bits} bits: "
+            f"a draft pass takes {without:.1f} us, and with the noise of coming draws {with_noise:.1f} us "
             f"({with_noise - without:+.1f})",
             flush=True,
         )

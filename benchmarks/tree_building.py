@@ -25,10 +25,10 @@ import graft.model.verified
 from graft.model import VerifyOutput
 from graft.model.noise import NUM_KINDS
 from graft.spec_decode.memory import FACTORS
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.sources import calibrated
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import NUM_SUCCESSORS, Level, Tables
+from graft.tree.device.buffers import NUM_SUCCESSORS, Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 
 VOCAB = 49_152
@@ -37,22 +37,19 @@ RIGHT = 0.75  # how often the drafter's first choice is the token that follows
 HIGH_LOGIT = 12.0
 
 
-class SyntheticDrafter(LevelByLevel):
+class SyntheticDrafter:
     """A drafter whose levels are made before each round."""
 
-    hidden_layers: tuple[int, ...] = ()
-    num_setups = 0
-    device = torch.device("cpu")
     settings = TreeSettings()
 
     def __init__(self) -> None:
         self._random = random.Random(1)
-        self._levels: list[Level] = []
+        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and q
 
     def make(self, following: list[int]) -> None:
         """Makes the levels at a position of a text. The tokens that follow may be among the likeliest."""
         rng, topk = self._random, self.settings.topk
-        self._levels = []
+        self.levels = []
         beams, width = [(0, 1.0, True)], 1  # (node, path probability, whether the whole path is right)
         for depth in range(self.settings.depth + 1):
             nodes = []
@@ -64,15 +61,10 @@ class SyntheticDrafter(LevelByLevel):
                     token = following[depth] if good else rng.randrange(VOCAB)
                     nodes.append((path * q, token, parent, q, good))
             nodes = sorted(nodes, reverse=True)[:KEPT_OF_A_LEVEL]
-            paths, tokens, parents, q = ([node[i] for node in nodes] for i in range(4))
-            self._levels.append(Level(*(torch.tensor([column]) for column in (tokens, parents, q, paths))))
+            _, tokens, parents, q = ([node[i] for node in nodes] for i in range(4))
+            self.levels.append((torch.tensor(tokens), torch.tensor(parents), torch.tensor(q)))
             beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
             width += len(nodes)
-
-    def levels(self, state: Any, roots: Any, keep: int | None = None, draws: Any = None) -> Iterator[Level]:
-        return iter(self._levels)
-
-    def learn(self, *round: Any) -> None: ...
 
 
 class SyntheticTarget:
@@ -172,8 +164,8 @@ class FlatRounds:
         self.round.propose(self.shape, self._columns, self._by_row, 512, self._draft)
 
     def _draft(self, add_level: Callable[..., None]) -> None:
-        for number, level in enumerate(self._drafter.levels(None, None)):
-            add_level(number, *(part.flatten() for part in (level.tokens, level.parents, level.probabilities)))
+        for number, level in enumerate(self._drafter.levels):
+            add_level(number, *level)
 
     def finish(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
         self.round.finish(self.shape, self._columns, self._by_row, chosen, successors, logits)

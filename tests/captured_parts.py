@@ -2,18 +2,21 @@
 
 import random
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+
+from drafted import drafts
 from graft.model import TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
 from graft.model.step import Chunk
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from heads import SMALL_TREE, make_head
 from proposers import random_tree
 
@@ -41,6 +44,14 @@ class SmallTarget(CapturedTarget):
     """Contexts whose borders short texts cross."""
 
     contexts = (16, 32)
+
+
+class CapturedEagle3Drafter(Eagle3Drafter):
+    """With the head in Triton."""
+
+    def __init__(self, head, settings=None):
+        settings = settings or TreeSettings()
+        super().__init__(head, settings, FastHead(head, settings))
 
 
 class SmallDrafter(CapturedEagle3Drafter):
@@ -88,7 +99,7 @@ class Text:
         for start in range(0, len(prompt) - 1, chunk):
             tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
             _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
-            self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
+            self.drafter.read([(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])])
 
     def round(self, cache, state, roots, width=6, reading=None):
         """Verifies random trees, and takes some path of each. Returns the new roots.
@@ -114,12 +125,12 @@ class Text:
         self.target.commit(cache, nodes)
         self.drafter.learn(state, verified, nodes, tokens)
         if reading:
-            self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
+            self.drafter.read([(reading[1], 0, read[0], PROMPT[1:])])
         return [new[-1] for new in tokens]
 
     def levels(self, state, count=4, keep=None, temperatures=None):
         roots = torch.zeros(len(state.rows), dtype=torch.int64)
-        return list(islice(self.drafter.levels(state, roots, keep, draws_of(state, temperatures)), count))
+        return drafts(self.drafter, state, roots, keep, count, draws_of(state, temperatures))
 
 
 def draws_of(state, temperatures):

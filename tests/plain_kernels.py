@@ -25,7 +25,7 @@ from graft.model.sampler import truncated
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
-from graft.tree.device.buffers import DraftDraws
+from graft.tree.device.buffers import Beams, DraftDraws
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,38 +389,32 @@ def spread(
     logits: Tensor,
     totals: Tensor,
     to_target: Tensor,
-    beams: eagle3_kernels.Beams,
-    numbers: Tensor,
-    keep: int | None,
+    beams: Beams,
+    level: Tensor,
+    keep: int,
     is_first: bool,
 ) -> None:
     batch, topk = beams.tokens.shape
-    chances = numbers.view(torch.float32).unflatten(2, (2, -1))
+    q_of = (logits - totals[:, None]).exp()
     for row in range(batch):
         number = 0 if is_first else int(beams.num_passes[row])
-        parts = (draft_ids.view(batch, -1, topk)[row], (logits - totals[:, None]).exp().view(batch, -1, topk)[row])
         above = [(1.0, 0, [])]
         if not is_first:
             columns = (beams.paths[row].tolist(), beams.places[row].tolist(), beams.entries[row, :, :number].tolist())
             above = list(zip(*columns, strict=True))
         children = []  # path probability, token, beam, parent's place, q
-        for beam, (path, place, _) in enumerate(above):
-            for draft_id, q in zip(parts[0][beam].tolist(), parts[1][beam].tolist(), strict=True):
-                children.append((path * q, draft_id + int(to_target[draft_id]), beam, place, q))
-        order = sorted(range(len(children)), key=lambda i: -children[i][0])
-        listed = range(len(children)) if keep is None else order[: max(keep, topk)]
-        listed = list(listed)
+        parts = (part.view(batch, -1, topk)[row].tolist() for part in (draft_ids, q_of))
+        for beam, (own, ids, probs) in enumerate(zip(above, *parts, strict=True)):
+            for draft_id, q in zip(ids, probs, strict=True):
+                children.append((own[0] * q, draft_id + int(to_target[draft_id]), beam, own[1], q))
+        listed = sorted(children, key=lambda child: -child[0])[:keep]
         span = slice(row * len(listed), (row + 1) * len(listed))
-        numbers[number, 0, span] = torch.tensor([children[i][1] for i in listed])
-        numbers[number, 1, span] = torch.tensor([children[i][3] for i in listed])
-        chances[number, 2, 0, span] = torch.tensor([children[i][4] for i in listed])
-        chances[number, 2, 1, span] = torch.tensor([children[i][0] for i in listed])
-        later = topk * topk if keep is None else min(max(keep, topk), topk * topk)
-        start = 1 if is_first else 1 + topk + (number - 1) * later
-        for rank, i in enumerate(order[:topk]):
-            path, token, beam, _, _ = children[i]
+        level[:2, span] = torch.tensor([[child[1] for child in listed], [child[3] for child in listed]])
+        level[2, span] = torch.tensor([child[4] for child in listed]).view(torch.int32)
+        start = 1 if is_first else 1 + topk + (number - 1) * min(keep, topk * topk)
+        for rank, (path, token, beam, _, _) in enumerate(listed[:topk]):
             beams.tokens[row, rank], beams.paths[row, rank] = token, path
             beams.origins[row, rank], beams.cache_places[row, rank] = row * topk + beam, number * topk + rank
-            beams.places[row, rank], beams.depths[row, rank] = start + listed.index(i), number
+            beams.places[row, rank], beams.depths[row, rank] = start + rank, number
             beams.entries[row, rank, : number + 1] = torch.tensor([*above[beam][2], number * topk + rank])
         beams.num_passes[row] = number + 1

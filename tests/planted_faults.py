@@ -118,7 +118,7 @@ _FAULTS = r"""
 # kernels: of equal logits the last token is taken
 -token = tl.min(tl.where(ordered == value, ids, 0x7FFFFFFF), axis=0)
 +token = tl.max(tl.where(ordered == value, ids, -1), axis=0)
-= src/graft/spec_decode/proposers/block/cuda_graphs.py
+= src/graft/spec_decode/proposers/block/fused_head.py
 ! test_captured_block.py::test_drafts_are_those_of_the_eager_drafter
 # noise: slots of a block on the device share the noise of the first
 -DraftDraws(seeds, temperatures, positions + places, by_row.to_target)
@@ -855,11 +855,19 @@ _FAULTS = r"""
 # walk: the walk goes on at a sibling
 -                at[row] = starts[row] + child
 +                at[row] = starts[row] + child - 1
-= src/graft/spec_decode/proposers/host_passes.py
-! test_every_drafter.py::test_requests_that_come_and_go_are_drafted_as_if_alone[small model]
-# passes: nodes hang below those of the drafter's numbers
--tokens[at], parents[at] = new[rows, columns], parent[rows, columns]
-+tokens[at], parents[at] = new[rows, columns], parent[rows, columns] // 2
+= src/graft/tree/native/round/drafts.c
+! test_kernels.py::test_beams_spread_as_in_pytorch_pass_by_pass
+# beams: nodes of later levels hang below the places of the first
+-            out_parents[at] = is_first ? 0 : places[beam];
++            out_parents[at] = is_first ? 0 : (int32_t)beam + 1;
+# beams: a beam forgets the path of its parent
+-                memcpy(entries, old + beam * depth, (size_t)number * sizeof(int32_t));
++                memcpy(entries, old, (size_t)number * sizeof(int32_t));
+= src/graft/spec_decode/proposers/recurrent.py
+! test_drafter.py::test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it
+# heads: every beam goes on from the features of the likeliest
+-        hidden = features.flatten(0, 1)[origins.flatten().to(device)][None]
++        hidden = features.flatten(0, 1)[origins.flatten().to(device) * 0][None]
 = src/graft/model/runner.py
 ! test_target.py::test_sequences_verified_together_give_what_they_give_alone
 # commit: only keys and values that lie one place too far are moved

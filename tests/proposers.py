@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import reference
 from graft.bench.baselines.dense import Dense
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.tree.device.buffers import Level
 from graft.tree.tree import PADDING, DraftTree
 
 
@@ -39,7 +39,8 @@ class Scripted:
 
     hidden_layers = ()
     max_passes = 1
-    num_beams = num_slots = bytes_per_token = num_setups = 0
+    num_slots = bytes_per_token = num_setups = 0
+    is_captured = False
 
     def __init__(self, num_nodes, make):
         self.num_nodes = self.max_depth = num_nodes
@@ -57,8 +58,9 @@ class Scripted:
     def open(self, cache, texts=()):
         return Rows(list(cache.rows))
 
-    def passes(self, state, roots, keep=None, draws=None):
-        yield levels_of(self.make(state.lengths, roots.tolist()))
+    def run_passes(self, asked, add_level):
+        tree = self.make(asked.state.lengths, asked.roots[: len(asked.state.rows)].tolist())
+        add_level(0, *map(asked.flat, nodes_of(tree, self.num_nodes, asked.max_depth)))
 
     def read(self, *of_a_round):
         """It needs no more than lengths, which are the target's."""
@@ -102,28 +104,20 @@ class Oracle(ScriptedTrees):
         super().__init__(2 * depth, make)
 
 
-def levels_of(tree: DraftTree) -> list[Level]:
-    """The nodes of trees as a drafter gives them."""
-    depths = torch.zeros_like(tree.parents)
-    for node in range(1, tree.width):
-        above = tree.parents[:, node : node + 1]
-        depths[:, node] = depths.gather(1, above)[:, 0] + 1
-    depths[~tree.valid] = 0
-    numbers, num_before = torch.zeros_like(tree.parents), 1
-    levels = []
-    for depth in range(1, int(depths.max()) + 1):
-        counts = (depths == depth).sum(dim=1)
-        tokens, parents = torch.zeros(2, len(tree.tokens), int(counts.max()), dtype=torch.int64)
-        q = torch.zeros(tokens.shape)
-        for row, own in enumerate(depths):
-            for place, node in enumerate((own == depth).nonzero().flatten().tolist()):
-                numbers[row, node] = num_before + place
-                tokens[row, place] = tree.tokens[row, node]
-                parents[row, place] = numbers[row, tree.parents[row, node]]
-                q[row, place] = 1.0
-        num_before += tokens.shape[1]
-        levels.append(Level(tokens, parents, q, q))
-    return levels
+def nodes_of(tree: DraftTree, size: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and q [B, size] of the nodes of trees, as a drafter gives them: depth by depth."""
+    tokens, parents = torch.zeros(2, len(tree.tokens), size, dtype=torch.int32)
+    q = torch.zeros(len(tree.tokens), size)
+    for row, (own_tokens, above, valid) in enumerate(zip(tree.tokens, tree.parents.tolist(), tree.valid, strict=True)):
+        depths = [0]
+        for node in range(1, tree.width):
+            depths.append(depths[above[node]] + 1)
+        order = [node for node in range(1, tree.width) if valid[node] and depths[node] <= max_depth]
+        numbers = {0: 0} | {node: number for number, node in enumerate(sorted(order, key=depths.__getitem__), start=1)}
+        for node, number in list(numbers.items())[1:]:
+            tokens[row, number - 1], parents[row, number - 1] = own_tokens[node], numbers[above[node]]
+            q[row, number - 1] = 1.0
+    return tokens, parents, q
 
 
 def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:

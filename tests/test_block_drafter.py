@@ -5,6 +5,7 @@ import torch
 
 from batches import prefilled
 from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
+from drafted import drafts
 from graft import Engine
 from graft.loading import load_drafter
 from graft.request.stats import Clock
@@ -80,7 +81,7 @@ def test_levels_are_those_of_the_head_run_on_whole_texts(model, kind):
     batch, late = prefilled(engine, PROMPT, [5], LONG), prefilled(engine, PROMPT[:3])
 
     def check():
-        (levels,) = drafter.passes(batch.draft, batch.roots())
+        levels = drafts(drafter, batch.draft, batch.roots())
         assert_levels_are_those_of_whole_texts(head, model, batch, levels, 30)
 
     check()
@@ -100,7 +101,7 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
     drafter = BlockDrafter(make_head(model, **HEADS["conditional"]), BlockTreeSettings(width=6, nodes=200))
     engine = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(engine, PROMPT, LONG)
-    (levels,) = drafter.passes(batch.draft, batch.roots())
+    levels = drafts(drafter, batch.draft, batch.roots())
     q = torch.cat([level.probabilities for level in levels], dim=1)
     assert (q == 0).any() and (q > 0).any()
     engine.run_round(batch, Clock())
@@ -119,7 +120,7 @@ def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):
     drafted = []
     for each in (drafter, BlockDrafter(head, drafter.settings)):
         batch = prefilled(Engine(model, policy="dense", drafter=each), PROMPT)
-        drafted.append(next(each.passes(batch.draft, batch.roots())))
+        drafted.append(drafts(each, batch.draft, batch.roots()))
     for loaded, level in zip(*drafted, strict=True):
         assert loaded.tokens.tolist() == level.tokens.tolist()
         torch.testing.assert_close(loaded.path_probabilities, level.path_probabilities)

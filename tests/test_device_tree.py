@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from drafted import Level, levels_of
 from graft.hashing import mix64
 from graft.model.kv_cache import Row
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.model.step import FlatStep
-from graft.spec_decode.proposers.block.tree import Table, levels_of
+from graft.spec_decode.proposers.block.tree import Table
+from graft.spec_decode.proposers.block.tree import grown as grown_on_host
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import MAX_LENGTH, Draws, Level, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import MAX_LENGTH, Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 
 pytest.importorskip("triton")
 
@@ -95,7 +97,8 @@ class Case:
         self.sizes = (NUM_DRAFTS,) if has_block else LEVELS
         if has_block:
             self.table = table(rng, self.num_rows, NUM_SLOTS, self.num_tokens)
-            self.passes = [levels_of(self.table, NUM_SLOTS, NUM_DRAFTS)]
+            trees = grown_on_host(self.table, NUM_SLOTS, NUM_DRAFTS)
+            self.passes = [levels_of(trees.tokens, trees.parents, trees.probabilities)]
         else:
             self.passes = [[self.level(number)] for number in range(len(LEVELS))]
         self.learned = [self.judged(is_text) for is_text in (False, True, False)]
@@ -377,8 +380,8 @@ def check_outcome(device, made, emitted):
 
 def test_a_tree_of_no_levels_has_no_nodes():
     table = Table(torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2), 0.5), -torch.ones(1, 1, 2).int())
-    assert levels_of(table, num_levels=0, num_nodes=4) == []
-    assert [level.tokens.tolist() for level in levels_of(table, num_levels=1, num_nodes=4)] == [[[1, 1]]]
+    assert not grown_on_host(table, num_levels=0, num_nodes=4).numbers.any()
+    assert grown_on_host(table, num_levels=1, num_nodes=4).tokens.tolist() == [[1, 1, 0, 0]]
 
 
 @triton.jit

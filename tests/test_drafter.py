@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batches import plain_rounds, prefilled
+from drafted import drafts
 from graft import Engine, SamplingSettings
 from graft.request.stats import Clock
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -30,7 +31,7 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
     batch = prefilled(engine, tokens)
     roots = batch.roots()
     for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5), (2, 1 + 4 * 2), (1, 1 + 4)):
-        levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
+        levels = drafts(engine.drafter, batch.draft, roots, keep, count=4)
         drafted = [(int(roots[0]), 0, 1.0)]
         for level in levels:
             columns = (level.tokens[0], level.parents[0], level.probabilities[0])
@@ -53,11 +54,11 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     for _ in range(6):
         engine.run_round(batch, Clock())
     roots = batch.roots()
-    old = next(drafter.levels(batch.draft, roots))
+    old = drafts(drafter, batch.draft, roots, count=1)[0]
     assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
     for row, sequence in enumerate(sequences):
         fresh = prefilled(engine, sequence.ids)
-        new = next(drafter.levels(fresh.draft, roots[row : row + 1]))
+        new = drafts(drafter, fresh.draft, roots[row : row + 1], count=1)[0]
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
 
@@ -69,7 +70,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     with plain_rounds(engine):
         for _ in range(4):
             engine.run_round(batch, Clock())
-    late = next(drafter.levels(batch.draft, batch.roots()))
+    late = drafts(drafter, batch.draft, batch.roots(), count=1)[0]
     fresh = prefilled(engine, sequences[0].ids)
-    new = next(drafter.levels(fresh.draft, fresh.roots()))
+    new = drafts(drafter, fresh.draft, fresh.roots(), count=1)[0]
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)

@@ -149,7 +149,7 @@ def test_the_core_knows_no_kind_of_drafter_by_name():
     """All kinds are in `hub.drafters`: a new one is a new folder and a line there."""
     root = Path(graft.__file__).parent
     proposers = root / "spec_decode" / "proposers"
-    shared = {"base", "drafter", "factory", "host_passes", "ngram_tables", "suffix", "successor_table"}
+    shared = {"base", "drafter", "factory"}
     kinds = {path.stem for path in proposers.iterdir()} - shared
     assert {"block", "eagle3", "early_exit", "mtp", "other_tokenizer", "small_model"} <= kinds
     rooms = ("engine", "request", "tree", "tuning", "model", "spec_decode/policies")

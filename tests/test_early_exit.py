@@ -1,13 +1,13 @@
 """Early exit: the target's first layers draft in its own KV cache, and the text is the target's."""
 
 import json
-from itertools import islice
 
 import pytest
 import torch
 
 import graft
 from batches import prefilled
+from drafted import drafts
 from graft import Engine, GraftError
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer, exit_layer
@@ -33,7 +33,7 @@ def model():
 
 
 def draft(drafter, batch, num_passes=4):
-    return list(islice(drafter.levels(batch.draft, batch.roots()), num_passes))
+    return drafts(drafter, batch.draft, batch.roots(), count=num_passes)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # the latter's windows are shorter than the text

@@ -1,13 +1,13 @@
 """What every drafter promises: the text of plain decoding, no mixed-up requests, and the same drafts by CUDA graphs."""
 
 from functools import cache
-from itertools import islice
 
 import pytest
 import torch
 
 import block_heads
 from batches import graphs_of, prefilled
+from drafted import drafts
 from graft import Engine
 from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
@@ -109,7 +109,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, kind):
 
     def first_levels(engine):
         batch = prefilled(engine, *PROMPTS)
-        found = list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4))
+        found = drafts(engine.drafter, batch.draft, batch.roots(), count=4)
         batch.cache.release()
         return found, batch.draft.runner
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import reference
+from drafted import Level
 from graft.bench.baselines.template import make_template
 from graft.spec_decode.memory import FACTORS
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import NUM_TABLES, Level, Tables
+from graft.tree.device.buffers import NUM_TABLES, Tables
 from graft.tree.device.fixed import FixedTree, Split
 from graft.tree.device.round import DeviceRound, RoundShape, Sources
 from test_round import BITS, CONTEXT, CPU, VOCABULARY, History, assert_same

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
 
 from captured_parts import DEVICE, PROMPT, SmallDrafter, Text
 from graft.model.captures import Captures
@@ -24,10 +26,11 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products
 from graft.model.layout import Layout
-from graft.spec_decode.proposers import captured
-from graft.spec_decode.proposers.captured import CapturedDrafter
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers import head_drafter
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
+from graft.spec_decode.proposers.head_drafter import HeadDrafter
+from graft.tree.device.buffers import Beams
 from tiny import tiny_model
 
 UNWRITTEN = 10**6  # what new memory holds: no index of anything
@@ -178,14 +181,14 @@ def take_roots() -> Case:
 
 
 def spread() -> Case:
-    beams = eagle3_kernels.Beams.make(1, 2, 3, torch.device(DEVICE))
-    levels = torch.zeros(3, 3, 4, dtype=torch.int64, device=DEVICE)
+    beams = Beams.make(1, 2, 3, torch.device(DEVICE))
+    levels = torch.zeros(2, 3, 4, dtype=torch.int32, device=DEVICE)
 
     def launch() -> None:
         to_target = torch.arange(9, device=DEVICE)
         for is_first, ids in ((True, ints([4, 2])), (False, ints([4, 2], [1, 7]))):
             logits, totals = numbers(*ids.shape), numbers(len(ids))
-            eagle3_kernels.spread(ids, logits, totals, to_target, beams, levels, 3, is_first)
+            eagle3_kernels.spread(ids, logits, totals, to_target, beams, levels[int(is_first)], 3, is_first)
 
     return [levels, *vars(beams).values()], launch
 
@@ -248,7 +251,7 @@ def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, mon
     drafter: Any = text.drafter
     _, state = text.open(PROMPT[:3])
     text.levels(state, 1, keep=8)
-    shape = drafter._shape_of(1, 8)
+    buffers, asked = drafter._buffers[state.pool], asked_of(state, 8)
     launched = []
     monkeypatch.setattr(overlap, "options", lambda device: launched.append(overlap._is_worth_it.get()) or overlap.USUAL)
     for module, name in ((eagle3_kernels, "enter"), (attention_kernels, "plan"), (topk_kernels, "highest")):
@@ -260,8 +263,8 @@ def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, mon
 
         monkeypatch.setattr(module, name, noted)
     with gate.under(flag(1)):
-        drafter._run_root(drafter._buffers[state.pool], shape)
-        drafter._run_expand(drafter._buffers[state.pool], shape, 16)
+        for number in range(2):
+            drafter.fast.run_pass(buffers, asked, asked.lengths, None, number)
     names = [each for each in launched if isinstance(each, str)]
     assert names == ["highest", "plan", "enter", "highest"]
     inside = launched[launched.index("enter") + 1 : len(launched) - launched[::-1].index("highest") - 1]
@@ -278,8 +281,14 @@ def test_the_first_launches_behind_a_gate_do_not_overlap(few_programs, made, mon
 def few_programs(monkeypatch):
     """Real kernels, with little padding and without trial runs: every program takes its time in the interpreter."""
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)
-    monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
-    monkeypatch.setattr(captured, "ENTRIES", (4,))
+    monkeypatch.setattr(HeadDrafter, "_try", lambda drafter, state: None)
+    monkeypatch.setattr(head_drafter, "ENTRIES", (4,))
+
+
+def asked_of(state: Any, keep: int) -> Passes:
+    """The passes of its row."""
+    asked = Passes.scratch(state.pool, None, [row.row for row in state.rows], 2)
+    return replace(asked, text_lengths=asked.text_lengths + 1 + state.lengths[0], context=16, keep=keep)
 
 
 def check_pass(run: Callable[[], None], written: list[Tensor], products: Products) -> None:
@@ -307,10 +316,11 @@ def test_a_pass_of_an_eagle3_head_behind_a_gate(norm_output, few_programs, made)
     _, state = text.open(PROMPT[:3])
     text.levels(state, 1, keep=3)
     drafter.fast.config = replace(drafter.fast.config, norm_output=norm_output)
-    buffers, shape = drafter._buffers[state.pool], drafter._shape_of(1, 3)
-    written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels(shape)]
+    buffers, asked = drafter._buffers[state.pool], asked_of(state, 3)
+    written = [buffers.root, buffers.hidden, *vars(buffers.beams).values(), buffers.levels]
     written += [buffers.keys, buffers.values]
-    buffers.levels(shape).zero_()
-    check_pass(lambda: drafter._run_root(buffers, shape), written, drafter.fast._multiply)
-    drafter._run_root(buffers, shape)
-    check_pass(lambda: drafter._run_expand(buffers, shape, 16), written, drafter.fast._multiply)
+    buffers.levels.zero_()
+    for number in range(2):
+        run = partial(drafter.fast.run_pass, buffers, asked, asked.lengths, None, number)
+        check_pass(run, written, drafter.fast._multiply)
+        run()

@@ -3,7 +3,7 @@ choices, the walk and the heads' passes."""
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device import c_kernels, triton_kernels
-from graft.tree.device.buffers import DraftDraws
+from graft.tree.device.buffers import Beams, DraftDraws
 from graft.tree.tree import PADDING
 from proposers import tree_of
 
@@ -313,7 +313,8 @@ def test_children_of_block_slots_match_pytorch():
     batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
     logits = torch.randn(batch, num_slots, num_parents, num_candidates)
     candidates = torch.stack([torch.randperm(50)[:7] for _ in range(6)]).view(batch, num_slots, -1)
-    found = block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates)), 5).to_host()
+    there = block_kernels.children(logits.to(DEVICE), candidates.to(DEVICE), 5)
+    found = block_tree.Table(*(part.cpu() for part in there))
     torch.testing.assert_close(tuple(found), tuple(block_tree.children(logits, candidates, 5)))
     assert (found.entries >= 0).any()
     assert (found.entries[:, -num_parents:] == -1).all(), "the last slot's have no children"
@@ -372,28 +373,34 @@ def test_the_walk_kernel_reaches_the_end_of_a_tree_of_128_tokens():
     assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
 
 
-@pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
-def test_beam_expansion_matches_pytorch_pass_by_pass(topk, keep):
+@pytest.mark.parametrize(("topk", "keep"), [(3, 9), (3, 5), (1, 1)])
+def test_beams_spread_as_in_pytorch_pass_by_pass(topk, keep):
+    """In Triton, and in C, which is given the probabilities."""
     rows, passes, vocab = 2, 3, 20
-    beams = [eagle3_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
-    levels = [
-        torch.zeros(passes, 3, rows * topk * topk, dtype=torch.int64, device=device) for device in ("cpu", DEVICE)
-    ]
+    plainly, on_device, in_c = (
+        Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE, "cpu")
+    )
     to_target = torch.arange(vocab) * 2
     for number in range(passes + 1):  # one more than there is room for: it is written over the last
         torch.manual_seed(number)
         found = rows * (1 if number == 0 else topk)
-        ids = torch.stack([torch.randperm(vocab)[:topk] for _ in range(found)]).int()
+        ids = torch.stack([torch.randperm(vocab)[:topk] for _ in range(found)])
         logits, totals = torch.randn(found, topk).sort(dim=1, descending=True).values, torch.full((found,), 3.0)
-        for module, own, level in zip((plain_kernels, eagle3_kernels), beams, levels, strict=True):
-            if module is plain_kernels and number == passes:
-                continue
-            inputs = (part.to(level.device) for part in (ids, logits, totals, to_target))
-            module.spread(*inputs, own, level, keep, is_first=number == 0)
-        if number < passes:
-            torch.testing.assert_close({k: v.cpu() for k, v in vars(beams[1]).items()}, vars(beams[0]))
-            assert torch.equal(levels[1][number, :2].cpu(), levels[0][number, :2])
-            torch.testing.assert_close(*(level[number, 2].cpu().view(torch.float32) for level in levels))
+        size = rows * min(keep, topk if number == 0 else topk * topk)
+        expected, triton_level, c_level = torch.zeros(3, 3, size, dtype=torch.int32)
+        triton_level = triton_level.to(DEVICE)
+        inputs = ids.int(), logits, totals, to_target
+        there = [part.to(DEVICE) for part in inputs]
+        eagle3_kernels.spread(*there, on_device, triton_level, keep, is_first=number == 0)
+        c_kernels.spread(ids, (logits - totals[:, None]).exp(), to_target, in_c, c_level, keep)
+        if number == passes:
+            break
+        plain_kernels.spread(*inputs, plainly, expected, keep, is_first=number == 0)
+        for beams, level in ((on_device, triton_level.cpu()), (in_c, c_level)):
+            for field in fields(Beams):
+                torch.testing.assert_close(getattr(beams, field.name).cpu(), getattr(plainly, field.name))
+            assert torch.equal(level[:2], expected[:2])
+            torch.testing.assert_close(level[2].view(torch.float32), expected[2].view(torch.float32))
 
 
 # Launches that overlap

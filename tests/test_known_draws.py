@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,12 +17,14 @@ import block_heads
 import graft
 import heads
 from batches import opened, prefill
+from drafted import drafts
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.calibration import by_noise
+from graft.spec_decode.proposers.beam_drafter import likeliest
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
-from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
+from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
@@ -127,7 +129,7 @@ def test_a_drafters_first_level_is_the_perturbed_one_of_its_own_distribution(nam
     engine = Engine(model, drafter=drafter, budget=12)
     batch = open_batch(engine, SamplingSettings(temperature=0.8, seed=21, max_new_tokens=20))
     draws = engine.new_sampler(batch.sequences).coming_draws()
-    known, unknown = (next(iter(drafter.passes(batch.draft, batch.roots(), draws=given)))[0] for given in (draws, None))
+    known, unknown = (drafts(drafter, batch.draft, batch.roots(), 24, 1, given)[0] for given in (draws, None))
     noise, sharpness = plain_noise(21, len(PROMPT), range(VOCAB)), getattr(drafter, "sharpness", 1.0)
     q = np.zeros(VOCAB)
     # As the drafter's whole distribution is not to be had here, tokens of both levels are compared in pairs.
@@ -157,10 +159,8 @@ def test_block_slots_take_the_noise_of_their_own_positions():
     drafter = BlockDrafter(head)
     engine = Engine(model, drafter=drafter, budget=12)
     batch = open_batch(engine, SamplingSettings(temperature=1.0, seed=8, max_new_tokens=20))
-    levels = next(
-        iter(drafter.passes(batch.draft, batch.roots(), draws=engine.new_sampler(batch.sequences).coming_draws()))
-    )
-    for depth, level in enumerate(islice(levels, 3)):
+    draws = engine.new_sampler(batch.sequences).coming_draws()
+    for depth, level in enumerate(drafts(drafter, batch.draft, batch.roots(), draws=draws)[:3]):
         best = plain_noise(8, len(PROMPT) + depth, range(VOCAB)).argmax()
         assert level.tokens[0, level.path_probabilities[0].argmax()] == best
 

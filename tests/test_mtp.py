@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
 from batches import opened, prefill, prefilled
+from drafted import drafts
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
@@ -138,7 +139,7 @@ def checkpoint(request, checkpoints):
 def drafted_nodes(drafter, state, roots, keep=None):
     """Path and probability of every node of the first row's tree."""
     nodes = [((), 1.0)]
-    for level in islice(drafter.levels(state, roots, keep), 3):
+    for level in drafts(drafter, state, roots, keep, count=3):
         columns = (level.tokens[0], level.parents[0], level.probabilities[0])
         for token, parent, q in zip(*(column.tolist() for column in columns), strict=True):
             nodes.append(((*nodes[parent][0], token), q))
@@ -176,11 +177,11 @@ def test_after_rounds_the_head_drafts_what_it_drafts_of_the_text_read_anew(check
     for _ in range(12):
         engine.run_round(batch, Clock())
     assert sum(s.stats.accepted for s in sequences) > 0
-    old = next(drafter.levels(batch.draft, batch.roots()))
+    old = drafts(drafter, batch.draft, batch.roots(), count=1)[0]
     for row, sequence in enumerate(sequences):
         fresh = opened(engine, engine.new_sequences(sequence.ids, settings))
         prefill(engine, fresh)
-        new = next(drafter.levels(fresh.draft, fresh.roots()))
+        new = drafts(drafter, fresh.draft, fresh.roots(), count=1)[0]
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
 
@@ -204,7 +205,7 @@ def test_transformers_own_mtp_drafts_the_same_first_token(checkpoint):
     drafter = MtpDrafter(load_head(model), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     batch = prefilled(engine, PROMPT, max_new_tokens=4)
-    level = next(drafter.levels(batch.draft, batch.roots()))
+    level = drafts(drafter, batch.draft, batch.roots(), count=1)[0]
     expected = logits[0, -1].softmax(-1)[level.tokens[0]]
     torch.testing.assert_close(level.probabilities[0], expected, atol=1e-5, rtol=1e-4)
 
@@ -247,7 +248,7 @@ def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(name, tmp_path):
     for start, end in ((0, 4), (4, 7)):
         index = torch.arange(end - start)[None]
         read = VerifyOutput(torch.tensor([PROMPT[start:end]]), index, [end - start], hidden[0], hidden[0, start:end])
-        drafter.read(state, 0, read, PROMPT[start + 1 : end + 1])
+        drafter.read([(state, 0, read, PROMPT[start + 1 : end + 1])])
     for path, q in drafted_nodes(drafter, state, torch.tensor(PROMPT[-1:])):
         assert q == pytest.approx(float(checkpoint.plain_draft(hidden, PROMPT, path[:-1])[path[-1]]), rel=1e-3)
 

@@ -16,6 +16,7 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from batches import graphs_of, prefilled
+from drafted import drafts
 from graft import Engine, GraftError
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
@@ -249,7 +250,7 @@ def test_its_probabilities_are_the_draft_models(twins):
     batch = prefilled(engine, engine.encode("the quick brown fox"), max_new_tokens=60)
     engine.run_round(batch, Clock())
     text, nodes = batch.sequences[0].ids, [((), 1.0)]
-    (levels,) = drafter.passes(batch.draft, batch.roots())
+    levels = drafts(drafter, batch.draft, batch.roots())
     for level in levels:
         for token, parent, q in zip(
             *(c[0].tolist() for c in (level.tokens, level.parents, level.probabilities)), strict=True

@@ -12,7 +12,6 @@ from graft.model import TargetRunner
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.host_passes import add_passes
 from graft.tree.device.round import DeviceRound
 from heads import make_head
 from tiny import tiny_model
@@ -105,10 +104,8 @@ def test_grafts_hang_under_drafted_nodes_too(monkeypatch):
 
 @pytest.mark.parametrize("name", ["paper", "block-paper"])
 def test_isolated_rows_of_a_batch_do_what_each_would_alone(name, monkeypatch):
-    def uncut(passes, made, sizes, num_rows, max_depth, add_level):  # by the limit of the row that may write most
-        add_passes(passes, made, sizes, num_rows, 9, add_level)
-
-    monkeypatch.setattr(direct_rounds, "add_passes", uncut)
+    # Trees are not cut by the limit of the row that may write most.
+    monkeypatch.setattr(direct_rounds._Passes, "_max_depth", property(lambda own: 9, lambda own, depth: None), False)
     alone = [engine_for(name, isolated=True).generate(prompt, **GREEDY).stats for prompt in PROMPTS]
     together = [g.stats for g in engine_for(name, isolated=True).generate_batch(PROMPTS, **GREEDY)]
     assert [s.rounds for s in together] == [s.rounds for s in alone]

@@ -13,11 +13,12 @@ import torch
 
 import reference
 from compilers import COMPILERS, works
+from drafted import Level
 from graft.errors import GraftError
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.spec_decode.memory import FACTORS
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import MAX_LENGTH, NUM_SUCCESSORS, Level, Tables, barred_numbers
+from graft.tree.device.buffers import MAX_LENGTH, NUM_SUCCESSORS, Tables, barred_numbers
 from graft.tree.device.kernels import STEPS
 from graft.tree.device.round import DeviceRound, RoundShape, Sources
 

@@ -19,8 +19,7 @@ from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.request.batch import Batch
 from graft.server.grammar import Grammars, GrammarSpec
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import EagerState
+from graft.spec_decode.proposers.drafter import DraftState, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from proposers import Oracle, RandomTrees
@@ -233,7 +232,7 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 @pytest.mark.parametrize(
     "part",
     [
-        (EagerState, "select"),
+        (DraftState, "select"),
         (PagePool, "keep_prefix"),
         (PagePool, "release"),
         (DeviceRounds, "finish_text"),

@@ -2,7 +2,6 @@
 refused in one line."""
 
 import json
-from itertools import islice
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from transformers import AutoConfig, AutoModel
 
 import graft
 from batches import counting_tokens, plain_rounds, prefilled
+from drafted import drafts
 from graft import Engine, GraftError
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
@@ -44,7 +44,7 @@ def drafted(drafter, batch, keep=None, num_passes=4):
     """By row, (token, parent, q) of every node, the root first."""
     roots = batch.roots()
     trees = [[(int(root), 0, 1.0)] for root in roots]
-    for level in islice(drafter.levels(batch.draft, roots, keep), num_passes):
+    for level in drafts(drafter, batch.draft, roots, keep, count=num_passes):
         for row, tree in enumerate(trees):
             columns = (level.tokens[row], level.parents[row], level.probabilities[row])
             tree += zip(*(column.tolist() for column in columns), strict=True)

@@ -30,7 +30,7 @@ from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.planner import Plan
-from graft.spec_decode.proposers.drafter import PassesOnDevice, num_setups_of
+from graft.spec_decode.proposers.drafter import Passes, num_setups_of
 from graft.tree.device.round import DeviceRound, RoundShape
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class CapturedRounds:
         """Whether the batch's round can be launched."""
         if self.failure is not None or not self._target.is_captured or batch.chooser is not None:
             return False
-        is_drafted = self._drafter is not None
-        if is_drafted and not (hasattr(self._drafter, "run_passes") and self._drafter.is_captured(batch.draft)):
+        if self._drafter is not None and not self._drafter.is_captured:
             return False
         return not any(row.offset for row in batch.cache.rows)
 
@@ -66,7 +65,7 @@ class CapturedRounds:
         choices: how their tokens may be chosen. longest: tokens of the longest text.
         """
         target, planner = self._target, self._rounds.planner
-        if self._drafter is not None and not hasattr(self._drafter, "run_passes"):
+        if self._drafter is not None and not self._drafter.is_captured:
             return
         most = padded(max_rows, ROWS)
         lengths = [*(context for context in target.contexts if context < longest), longest]
@@ -210,12 +209,17 @@ class CapturedRounds:
     ) -> None:
         drafter, draft = self._drafter, None
         if drafter is not None and num_passes:
-            table_rows = round.inputs["table_rows"][: shape.rows]
-            lengths = (round.texts.lengths.index_select(0, table_rows) - 1).clamp(min=0)
             draws = (round.inputs["seeds"], round.inputs["draft_temperatures"]) if has_draws else None
-            rows = (table_rows, lengths, round.roots, context)
-            asked = PassesOnDevice(
-                self._target.pool, num_passes, *rows, round.made, draws, self._memory.kept_of_a_level
+            asked = Passes(
+                self._target.pool,
+                num_passes,
+                round.inputs["table_rows"][: shape.rows],
+                round.texts.lengths,
+                round.roots,
+                context,
+                round.made,
+                draws,
+                self._memory.kept_of_a_level,
             )
             draft = partial(drafter.run_passes, asked)
         round.propose(shape, buffers.columns, buffers.by_row, context, draft)

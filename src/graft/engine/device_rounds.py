@@ -227,11 +227,7 @@ class DeviceRounds:
     def learn_prompts(self, chunks: Sequence[ReadChunk]) -> None:
         """Let the drafter and the tables learn from the prompt chunks of the last step."""
         if self.drafter is not None:
-            if hasattr(self.drafter, "read_chunks") and all(self.drafter.is_captured(chunk.draft) for chunk in chunks):
-                self.drafter.read_chunks([(each.draft, each.row, each.verified, each.following) for each in chunks])
-            else:
-                for chunk in chunks:
-                    self.drafter.read(chunk.draft, chunk.row, chunk.verified, chunk.following)
+            self.drafter.read([(each.draft, each.row, each.verified, each.following) for each in chunks])
         with self.target.launching(1):
             # While a round is in flight and the pool grows, tables skip this chunk.
             if self.policy.memory is not None and not (self.is_in_flight and self.memory.must_move):

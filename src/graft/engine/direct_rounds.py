@@ -21,6 +21,7 @@ from graft.engine.flight import Flight
 from graft.engine.marks import new_mark
 from graft.engine.round_reports import SHOWN, Report
 from graft.model import Chunk, Row, VerifyOutput
+from graft.model.captures import context_for
 from graft.model.noise import NOT_SAMPLED, ComingDraws, RowDraws
 from graft.model.runner import StepOutput
 from graft.model.sampler import Chooser, Sampler
@@ -29,8 +30,7 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.acceptance import walk_step
 from graft.spec_decode.planner import Plan
-from graft.spec_decode.proposers.drafter import num_setups_of
-from graft.spec_decode.proposers.host_passes import add_passes
+from graft.spec_decode.proposers.drafter import Passes, num_setups_of
 from graft.tree.device.round import MAX_TOKENS, AddLevel, DeviceRound, RoundShape, Walked
 
 if TYPE_CHECKING:
@@ -146,12 +146,18 @@ class _Passes:
         self.retrieved: float | None = None  # see `Outcome`
 
     def __call__(self, add_level: AddLevel) -> None:
-        drafter, batch, made = self._rounds.drafter, self._batch, self._round.made
+        rounds, round, state = self._rounds, self._round, self._batch.draft
+        drafter, pool = rounds.drafter, rounds.target.pool
         self._plan()
-        keep = self._rounds.memory.kept_of_a_level
-        passes = drafter.passes(batch.draft, batch.roots(), keep=keep, draws=self._draws)
-        sizes = drafter.level_sizes(self._shape.rows, keep)[: self._max_passes]
-        add_passes(passes, made, sizes, self._shape.rows, self._max_depth, add_level)
+        # No pass gives nodes deeper than `max_depth`.
+        num_passes = min(self._max_passes, -(-self._max_depth * drafter.max_passes // drafter.max_depth))
+        asked = Passes(
+            *(pool, num_passes, round.inputs["table_rows"][: self._shape.rows], round.texts.lengths, round.roots),
+            *(context_for(max(row.length for row in self._batch.cache.rows)), round.made, self._draws),
+            *(rounds.memory.kept_of_a_level, state, self._max_depth),
+        )
+        drafter.run_passes(asked, add_level)
+        round.made[num_passes:] = 0
 
     def _plan(self) -> None:
         """Choose the thresholds of the passes, now that the copies below the roots are known."""

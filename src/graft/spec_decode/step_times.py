@@ -21,7 +21,6 @@ from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.model import TargetRunner
-    from graft.spec_decode.proposers.drafter import Drafter
 
 RECENT = 9  # observations whose median counts: four slow ones change nothing, and common noise little
 FORGOTTEN = 200  # rounds after which a size that is not tried is unknown again: its two new tries cost at most 1 %
@@ -223,23 +222,6 @@ class TimesByRows:
         self._known = {}
         for rows, passes, seconds in state.view(-1, 3).tolist():
             self._known.setdefault(int(rows), {})[int(passes)] = Recent([seconds] * RECENT)
-
-
-def time_pass(drafter: Drafter, target: TargetRunner) -> float:
-    """Seconds of a draft pass for one row, on a scratch state: the best of three, since the first includes set-up."""
-    cache, best = target.open(1, num_slots=8), math.inf
-    try:
-        state = drafter.open(cache)
-        for _ in range(3):
-            passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64))
-            if drafter.max_passes > 1:  # the first expands no beams yet, so the others cost more
-                float(next(passes)[-1].probabilities[0, 0])  # waits for the device
-            start = time.perf_counter()
-            float(next(passes)[-1].probabilities[0, 0])
-            best = min(best, time.perf_counter() - start)
-    finally:
-        cache.release()
-    return best
 
 
 def time_step(target: TargetRunner, num_tokens: int) -> float:

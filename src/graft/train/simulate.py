@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from graft.model import evaluating
 from graft.spec_decode.proposers.block import BlockHead, KeyValue
 from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
-from graft.spec_decode.proposers.block.tree import Table, levels_of, marginal_table
+from graft.spec_decode.proposers.block.tree import Table, grown, marginal_table
 from graft.train.generate_data import Answered
 
 ROWS = 64  # answers simulated together
@@ -74,15 +74,14 @@ def table_for(kind: str, head: BlockHead, hidden: Tensor, roots: Tensor, setting
 
 def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
     """Accepted tokens [B] if the tree of the table's `num_nodes` likeliest nodes meets the tokens `truth` [B, K]."""
-    known, first = truth.cpu(), 0
-    on_path = torch.ones_like(known[:, :1], dtype=torch.bool)
-    accepted = torch.zeros_like(known[:, 0])
-    for slot, level in enumerate(levels_of(table.to_host(), known.shape[1], num_nodes)):
-        parent_on_path = on_path.gather(1, (level.parents - first).clamp(min=0))  # padding has the root as parent
-        first += on_path.shape[1]
-        on_path = parent_on_path & (level.tokens == known[:, slot, None]) & (level.probabilities > 0)
-        accepted += on_path.any(dim=1)
-    return accepted.to(truth.device)
+    trees = grown(table, truth.shape[1], num_nodes)
+    depths = trees.depths.long()
+    is_right = (trees.probabilities > 0) & (trees.tokens == truth.cpu().gather(1, (depths - 1).clamp(min=0)))
+    on_path = torch.zeros(len(truth), 1 + num_nodes, dtype=torch.bool)
+    on_path[:, 0] = True
+    for _ in range(truth.shape[1]):
+        on_path[:, 1:] = is_right & on_path.gather(1, trees.parents.long())
+    return (depths * on_path[:, 1:]).amax(dim=1).to(truth.device)
 
 
 class _Texts:

@@ -18,10 +18,10 @@ from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.proposers.drafter import Drafter, time_pass
 from graft.spec_decode.sources import TABLES, calibrated
 from graft.spec_decode.states import named, part_of
-from graft.spec_decode.step_times import StepTimes, time_pass, time_step, usual_shape
+from graft.spec_decode.step_times import StepTimes, time_step, usual_shape
 
 
 class Graft(Policy):

@@ -1,23 +1,25 @@
-"""The drafter contract, and the beam search that several drafters share."""
+"""The drafter contract: what a draft model tells its rounds, and what they ask of it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from graft.model.captures import Captures
+from graft.model.kv_cache import PAGE, PagePool, Row
 from graft.model.noise import ComingDraws
-from graft.model.verified import top_probabilities
 from graft.settings import Settings, check_size
-from graft.tree.device.buffers import Level
+from graft.tree.device.round import MAX_TOKENS, AddLevel
 
 if TYPE_CHECKING:
-    from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
-    from graft.tree.device.buffers import Entries
+    from graft.model import KVCache, TargetRunner, VerifyOutput
 
 KEPT_OF_A_LEVEL = 24  # the likeliest drafted nodes of a depth, which become candidates; others are never verified
 
@@ -36,21 +38,73 @@ class TreeSettings(Settings):
             check_size(name, getattr(self, name))
 
 
-class DraftState(Protocol):
-    """A drafter's state for the rows of one batch."""
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class DraftState(Generic[R]):
+    """A drafter's state for the rows of one batch. Each row has a `length`: see `lengths`."""
+
+    drafter: Any
+    pool: PagePool  # of its keys and values
+    rows: list[R]
 
     @property
     def lengths(self) -> list[int]:
         """By row, how many tokens have the keys and values of both the target and the drafter in the pages."""
+        return [row.length for row in self.rows]  # type: ignore[attr-defined]
 
     def select(self, rows: Sequence[int]) -> Self:
         """The state of these rows, in this order."""
+        return replace(self, rows=[self.rows[row] for row in rows])
+
+    def concat(self, other: Self) -> Self:
+        """These rows, then those of another state of the same drafter."""
+        return replace(self, rows=self.rows + other.rows)
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         """Copy row `source` to row `target`, whose pages are those of `row` and continue those of the source."""
+        self.rows[target] = self.drafter.copied(self, self.rows[source], row)
 
-    def concat(self, other: Any) -> Self:
-        """A new state: these rows, then those of another state of the same drafter."""
+
+@dataclass(frozen=True)
+class Passes:
+    """The draft passes of a round, of R rows including padding."""
+
+    pool: PagePool
+    num_passes: int  # the most passes
+    table_rows: Tensor  # [R] rows of the block tables
+    text_lengths: Tensor  # by row of the block tables: tokens of the text, with the root
+    roots: Tensor  # [>= R] the last tokens of the texts
+    context: int  # no text is longer; sizes launches
+    made: Tensor  # [> passes] int32: whether each pass is made
+    draws: ComingDraws | tuple[Tensor, Tensor] | None  # of coming draws, if drafts use them: or seeds and temperatures
+    keep: int = KEPT_OF_A_LEVEL  # nodes of each level, likeliest first. 1: a chain of likeliest tokens
+    state: Any = None  # the rows' draft state; None in a graph
+    max_depth: int = MAX_TOKENS  # of nodes
+
+    @classmethod
+    def scratch(cls, pool: PagePool, state: Any, rows: Sequence[Row], num_passes: int) -> Self:
+        """All passes below roots that are token 0, of rows without text."""
+        table_rows = torch.tensor([row.block_table_row for row in rows], dtype=torch.int32, device=pool.device)
+        zeros = torch.zeros(pool.num_table_rows, dtype=torch.int32, device=pool.device)
+        made = torch.ones(num_passes + 1, dtype=torch.int32, device=pool.device)
+        return cls(pool, num_passes, table_rows, zeros, zeros, PAGE, made, None, state=state)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.table_rows)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[R] entries of each row in the KV store of a head."""
+        return (self.text_lengths.index_select(0, self.table_rows) - 1).clamp(min=0)
+
+    def flat(self, part: Tensor) -> Tensor:
+        """Values [B, n] of the rows without padding as `AddLevel` takes them: [R * n], zero in rows of padding."""
+        if len(part) < self.num_rows:
+            part = torch.cat([part, part.new_zeros(self.num_rows - len(part), part.shape[1])])
+        return part.flatten().to(self.made.device)
 
 
 class Drafter(Protocol):
@@ -59,16 +113,16 @@ class Drafter(Protocol):
     hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; empty if it reads tokens only
 
     @property
+    def is_captured(self) -> bool:
+        """Whether its passes and new entries may be part of a device round's graphs: see `HeadDrafter`."""
+
+    @property
     def max_passes(self) -> int:
         """The most draft passes of a round."""
 
     @property
     def max_depth(self) -> int:
         """The most levels of a tree, over all passes."""
-
-    @property
-    def num_beams(self) -> int:
-        """How many of a pass's likeliest last nodes the next pass expands."""
 
     @property
     def num_nodes(self) -> int:
@@ -87,19 +141,22 @@ class Drafter(Protocol):
         """One-time set-ups so far; see `num_setups_of`."""
 
     def knows(self, draws: ComingDraws) -> bool:
-        """Whether its `passes` can use these draws."""
+        """Whether its passes can use these draws."""
 
     def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
         """By pass: the most nodes that it gives each row, if `keep` of each level are kept."""
 
     def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
-        """Nodes of a level that the next pass expands."""
+        """How many of a pass's likeliest last nodes the next pass expands; 0 if there is only one pass."""
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState[Any]:
         """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
 
         texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
+
+    def copied(self, state: Any, known: Any, row: Row) -> Any:
+        """A copy of a row of the state, for a row whose pages continue those of the known one."""
 
     def warm_up(self, target: TargetRunner, max_rows: int) -> None:
         """Do one-time work now, such as graph captures, so that the first requests need not wait for it.
@@ -107,21 +164,15 @@ class Drafter(Protocol):
         max_rows: of the largest batch.
         """
 
-    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Prefill a chunk of one row's prompt. following: the token after each of its tokens."""
+    def read(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
+        """Prefill the chunks of one step: each a state, a row of it, and the token after each of the chunk's tokens."""
 
-    def passes(
-        self,
-        state: Any,
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Sequence[Level]]:
-        """Yield the levels of the trees below `roots` [B], on the host. Each `next` is one draft pass.
+    def run_passes(self, asked: Passes, add_level: AddLevel) -> None:
+        """Run the draft passes below the roots, each only if its flag in `asked.made` is set.
 
-        keep: number of nodes to yield per level, likeliest first, which also limits the beams; None: all nodes, in any
-        order. With 1 the tree is a chain: each node is the likeliest child of the previous one.
-        draws: what is known of the coming draws. With it, q is the probability that a token is drawn, given its noise.
+        add_level: takes a pass's number, and the tokens, parents and q of its nodes, depth by depth, likeliest first.
+        Parents are numbers of the tree's nodes in this order; the root is 0. It sets the flag of the next pass. With
+        known draws, q is the probability that a token is drawn, given its noise.
         """
 
     def learn(
@@ -130,152 +181,29 @@ class Drafter(Protocol):
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
 
 
-@dataclass(frozen=True)
-class PassesOnDevice:
-    """The draft passes of a device round, of R rows including padding."""
-
-    pool: PagePool
-    num_passes: int  # the most passes
-    table_rows: Tensor  # [R] rows of the block tables
-    lengths: Tensor  # [R] entries of each row in the head's KV store
-    roots: Tensor  # [>= R] the last tokens of the texts
-    context: int  # the longest text that the graph is for
-    made: Tensor  # [> passes] int32: whether each pass is made
-    draws: tuple[Tensor, Tensor] | None  # [>= R] seeds and temperatures of coming draws, if drafts use them
-    keep: int = KEPT_OF_A_LEVEL  # nodes of each level, see `Drafter.passes`
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.table_rows)
-
-
-class DrafterOnDevice(Drafter, Protocol):
-    """A drafter whose passes can be part of device rounds."""
-
-    def is_captured(self, state: Any) -> bool:
-        """Whether the passes of this state can be captured. If so, each of its `rows` has a `length`."""
-
-    def prepare_pool(self, pool: PagePool) -> int:
-        """Make the buffers over a pool before graphs use them. Returns a number that changes if the buffers change."""
-
-    def run_passes(self, asked: PassesOnDevice, add_level: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
-        """Run the passes within a graph, each only if its flag in `asked.made` is set when it runs.
-
-        The first may run unconditionally, since the host knows its flag. add_level: takes a pass's number, and the
-        tokens, parents and probabilities of its nodes, depth by depth. It sets the flag of the next pass.
-        """
-
-    def run_entries(self, pool: PagePool, entries: Entries, hidden: Tensor, context: int) -> None:
-        """Run the head on the new tokens of a round, within a graph. hidden: [T, F] of the step's tokens."""
-
-    def read_chunks(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
-        """Prefill the chunks of one step together; each is a tuple of `read`'s arguments."""
+def time_pass(drafter: Drafter, target: TargetRunner) -> float:
+    """Seconds of a draft pass for one row, on a scratch state: the best of three rounds, the first of which sets up."""
+    cache, best, num_passes = target.open(1, num_slots=8), math.inf, drafter.max_passes
+    try:
+        asked = Passes.scratch(target.pool, drafter.open(cache), cache.rows, num_passes)
+        run = partial(drafter.run_passes, asked, _ignore)
+        if drafter.is_captured:  # as in rounds
+            head: Any = drafter
+            head.prepare_pool(target.pool)
+            in_graph = partial(drafter.run_passes, replace(asked, state=None), _ignore)
+            run = Captures(target.device).capture(in_graph)  # type: ignore[assignment]
+        for _ in range(3):
+            start = time.perf_counter()
+            run()
+            target.synchronize()
+            best = min(best, time.perf_counter() - start)
+    finally:
+        cache.release()
+    return best / num_passes
 
 
-class LevelByLevel(ABC):
-    """Base of drafters whose passes give one level each: the children of the previous level's beams."""
-
-    settings: TreeSettings
-
-    def knows(self, draws: ComingDraws) -> bool:
-        return True
-
-    @property
-    def max_passes(self) -> int:
-        return self.settings.depth + 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.settings.depth + 1
-
-    @property
-    def num_beams(self) -> int:
-        return self.settings.topk
-
-    @property
-    def num_nodes(self) -> int:
-        return self.settings.total_token
-
-    @property
-    def num_slots(self) -> int:
-        return self.settings.depth * self.settings.topk
-
-    def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
-        topk = min(self.settings.topk, keep)
-        return (topk, *[min(keep, topk * topk)] * self.settings.depth)
-
-    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
-        return min(self.num_beams, keep)
-
-    @abstractmethod
-    def levels(
-        self,
-        state: Any,
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Level]:
-        """`Drafter.passes`, as the single level of each pass."""
-
-    def passes(
-        self,
-        state: Any,
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Sequence[Level]]:
-        return ((level,) for level in self.levels(state, roots, keep, draws))
-
-
-def likeliest(
-    logits: Tensor,
-    topk: int,
-    draws: ComingDraws | None,
-    depth: int,
-    tokens: Tensor | None = None,
-    sharpness: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The places of the `topk` likeliest tokens in a drafter's logits [B, F, V] of one depth, and their q.
-
-    draws: what is known of the coming draws. tokens: [V] the target ids of the logits; None: equal to their places.
-    sharpness: see `ComingDraws.perturbed`.
-    """
-    if draws is not None:
-        ids = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        logits = draws.perturbed(logits, ids, depth, sharpness)
-    return top_probabilities(logits, topk)
-
-
-class BeamSearch:
-    """Beam search: each pass expands the beams, the likeliest nodes of the previous level."""
-
-    def __init__(self, num_rows: int, topk: int, keep: int | None, device: torch.device) -> None:
-        """topk: number of beams, and children of each. keep: see `Drafter.passes`."""
-        self._topk, self._keep = topk, keep
-        self._parents = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [B, F] the beams' node numbers
-        self._path = torch.ones(num_rows, 1, device=device)  # [B, F] their path probabilities
-        self._width = 1  # nodes of the trees so far
-
-    def level(self, tokens: Tensor, probabilities: Tensor) -> Level:
-        """The next level, from the beams' likeliest tokens [B, F, topk] and their q."""
-        level = Level(
-            tokens=tokens.flatten(1),
-            parents=self._parents.repeat_interleave(self._topk, dim=1),
-            probabilities=probabilities.flatten(1),
-            path_probabilities=(self._path[:, :, None] * probabilities).flatten(1),
-        )
-        count = max(self._topk, min(self._keep or 0, level.tokens.shape[1]))
-        self._all, self._best = level, level.path_probabilities.topk(count, dim=1)
-        self._kept = level.at(self._best.indices) if self._keep is not None else level
-        return self._kept
-
-    def expand(self) -> tuple[Tensor, Tensor]:
-        """Make the best nodes of the level the beams: their tokens [B, topk], and the beam each came from."""
-        self._path, best = (part[:, : self._topk] for part in self._best)
-        order = torch.arange(self._topk, device=best.device).expand_as(best)  # kept nodes are sorted, best first
-        self._parents = self._width + (best if self._keep is None else order)
-        self._width += self._kept.tokens.shape[1]
-        return self._all.tokens.gather(1, best), best // self._topk
+def _ignore(*level: Any) -> None:
+    """Take a level's nodes, and do nothing with them."""
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:

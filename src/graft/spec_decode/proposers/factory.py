@@ -1,4 +1,4 @@
-"""The drafter for a head: by CUDA graphs on a GPU, else eager."""
+"""The drafter for a head: with its kernels on a GPU that has them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def drafter_for(
     head: Eagle3Head | BlockHead, settings: TreeSettings | BlockTreeSettings | None = None
 ) -> Eagle3Drafter | BlockDrafter:
     """The drafter for a head on its device. settings: of the head's kind."""
+    fast: Any = None
     kind: Any = BlockDrafter if isinstance(head, BlockHead) else Eagle3Drafter
     if head.fc.weight.device.type == "cuda":
         try:
-            captured, reason = _captured(head)
+            fast, reason = fused_for(head, settings)
         except ImportError:  # no Triton: the target's runner warns about it
-            captured, reason = kind, None
+            reason = None
         if reason is not None:
             warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
-        kind = captured if reason is None else kind
-    drafter: Eagle3Drafter | BlockDrafter = kind(head, settings)
+    drafter: Eagle3Drafter | BlockDrafter = kind(head, settings, fast)
     return drafter
 
 
@@ -40,14 +40,15 @@ def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
     return drafter_for(drafter.head, settings) if isinstance(drafter, Eagle3Drafter) else drafter
 
 
-def _captured(head: Eagle3Head | BlockHead) -> tuple[Any, str | None]:
-    """The captured drafter of a head's kind, and the reason why it cannot be used, if any."""
+def fused_for(head: Eagle3Head | BlockHead, settings: Any = None) -> tuple[Any, str | None]:
+    """The head's functions in Triton, or None and the reason why it has none."""
     if isinstance(head, BlockHead):
-        from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
-        from graft.spec_decode.proposers.block.fused_head import why_not
+        from graft.spec_decode.proposers.block import fused_head as block
 
-        return CapturedBlockDrafter, why_not(head)
+        reason = block.why_not(head)
+        return (block.FastBlock(head, settings or BlockTreeSettings()) if reason is None else None), reason
     from graft.spec_decode.proposers import capturable
-    from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+    from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 
-    return CapturedEagle3Drafter, capturable.why_not(head)
+    reason = capturable.why_not(head)
+    return (FastHead(head, settings or TreeSettings()) if reason is None else None), reason

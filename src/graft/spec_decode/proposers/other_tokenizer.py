@@ -1,14 +1,13 @@
 """A small model with another tokenizer as drafter: `text_alignment` converts its drafted text to target tokens.
 
 Its tokens are not the target's, so its keys and values have their own page pool. A round's whole beam search is one
-pass, because the target tokens are known only when the texts are complete.
+pass of the target's round, because the target's tokens are known only when the texts are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, Verif
 from graft.model.noise import ComingDraws
 from graft.settings import require
 from graft.spec_decode.proposers import small_model
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Passes, TreeSettings
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
 from graft.spec_decode.proposers.text_alignment import (
     DraftedTree,
@@ -28,7 +27,7 @@ from graft.spec_decode.proposers.text_alignment import (
     VocabularyPair,
     as_target_tokens,
 )
-from graft.tree.device.buffers import Level
+from graft.tree.device.round import AddLevel
 
 _TOKENS_PER_DRAFT = 2  # the most target tokens per drafted token; enough in practice
 _LEAST_REACH = 0.05  # stop drafting below this probability that one of the beams is right
@@ -41,6 +40,10 @@ class AlignedRow(ModelRow):
 
     text: TextRow | None = None  # None: drafting has stopped for this row
     unseen: list[int] = field(default_factory=list)  # target tokens to be added to `text`
+
+    @property
+    def length(self) -> int:
+        return self.target.length  # the drafter uses none of the target's pages
 
     @property
     def num_ids(self) -> int:
@@ -59,31 +62,8 @@ class AlignedRow(ModelRow):
         self.pending = drafts[self.own.length : -1]
 
 
-class AlignedState(ModelState[AlignedRow]):
-    """Draft state of one batch."""
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.target.length for row in self.rows]  # the drafter uses none of the target's pages
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        known, pool = self.rows[source], self.runner.pool
-        copied = AlignedRow(pool.open_row(0), row, unseen=list(known.unseen))
-        if known.text is not None:
-            copied.text = known.text.copy()
-            # Only pages of settled tokens are shared, as neither row writes to them again.
-            known.drop_drafts()
-            known.keep(min(known.own.length, known.text.num_settled))
-            try:
-                pool.copy(known.own, copied.own)
-            except NoRoomError:  # the copy reads its text again when there is room
-                copied.own.length = 0
-            copied.keep(copied.own.length)
-        self.rows[target] = copied
-
-
 class OtherTokenizerDrafter(SmallModelDrafter):
-    """Drafts with a small model of another vocabulary. `levels` gives its own tokens, `passes` the target's."""
+    """Drafts with a small model of another vocabulary."""
 
     def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
         super().__init__(model, pair.draft.size, settings)
@@ -105,12 +85,11 @@ class OtherTokenizerDrafter(SmallModelDrafter):
     def max_passes(self) -> int:
         return 1
 
-    @property
-    def num_beams(self) -> int:
-        return 0  # there is only one pass
-
     def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
         return (keep * self.max_depth,)
+
+    def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
+        return 0
 
     @property
     def max_depth(self) -> int:
@@ -127,18 +106,32 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         own = PagePool(self.device, self._max_positions, there, pool.num_table_rows - 1, **size)
         return target_for(self.model, pool=own)
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> ModelState:
         runner = self._runner(cache)
         rows = []
         for number, row in enumerate(cache.rows):
             known = list(texts[number][: row.length]) if texts else []
             rows.append(AlignedRow(runner.pool.open_row(0), row, text=TextRow(self._pair), unseen=known))
-        return AlignedState(runner, rows)
+        return ModelState(self, runner.pool, rows, runner)
 
-    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        own = state.rows[row]
-        own.unseen += verified.tokens[0].tolist()
-        self._read_unseen(state, [own])
+    def copied(self, state: ModelState, known: AlignedRow, row: Row) -> AlignedRow:
+        copied = AlignedRow(state.pool.open_row(0), row, unseen=list(known.unseen))
+        if known.text is not None:
+            copied.text = known.text.copy()
+            # Only pages of settled tokens are shared, as neither row writes to them again.
+            known.drop_drafts()
+            known.keep(min(known.own.length, known.text.num_settled))
+            try:
+                state.pool.copy(known.own, copied.own)
+            except NoRoomError:  # the copy reads its text again when there is room
+                copied.own.length = 0
+            copied.keep(copied.own.length)
+        return copied
+
+    def read(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
+        for state, row, verified, _ in chunks:
+            state.rows[row].unseen += verified.tokens[0].tolist()
+            self._read_unseen(state, [state.rows[row]])
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
@@ -156,14 +149,9 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             self._read_unseen(state, behind)
 
     @torch.no_grad()
-    def passes(
-        self,
-        state: Any,
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Sequence[Level]]:
-        for row, root in zip(state.rows, roots.tolist(), strict=True):
+    def run_passes(self, asked: Passes, add_level: AddLevel) -> None:
+        state = asked.state
+        for row, root in zip(state.rows, asked.roots[: len(state.rows)].tolist(), strict=True):
             if row.num_ids == row.target.length:
                 row.unseen.append(root)
             elif row.num_ids != row.target.length + 1:  # parts of its text were never passed to `read`
@@ -173,36 +161,53 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         tries = [TargetTrie() for _ in state.rows]
         if rows:
             drafting = state.select(rows)
-            for number, row, drafted in zip(rows, drafting.rows, self._drafted(drafting, keep == 1), strict=True):
+            drafted = self._drafted(replace(asked, state=drafting), asked.keep == 1)
+            for number, row, tree in zip(rows, drafting.rows, drafted, strict=True):
                 assert row.text is not None
-                tries[number] = as_target_tokens(self._pair, row.text, drafted)
-        yield _levels(tries, self.max_depth, keep)
+                tries[number] = as_target_tokens(self._pair, row.text, tree)
+        nodes = _nodes_of(tries, min(self.max_depth, asked.max_depth), asked.keep, self.level_sizes(0, asked.keep)[0])
+        add_level(0, *map(asked.flat, nodes))
 
-    def _drafted(self, state: AlignedState, is_chain: bool) -> list[DraftedTree]:
+    def _drafted(self, asked: Passes, is_chain: bool) -> list[DraftedTree]:
         """By row, the tree of draft tokens."""
-        trees = [DraftedTree() for _ in state.rows]
-        roots = torch.tensor([row.last for row in state.rows])
-        levels = self.levels(state, roots, 1 if is_chain else None)
-        topk = 1 if is_chain else self.settings.topk
-        for level in islice(levels, self.settings.depth + 1):
-            columns = (level.tokens, level.parents, level.path_probabilities)
-            for tree, *new in zip(trees, *(column.tolist() for column in columns), strict=True):
+        rows, topk = asked.state.rows, 1 if is_chain else self.settings.topk
+        trees, made = [DraftedTree() for _ in rows], torch.ones(self.settings.depth + 2, dtype=torch.int32)
+
+        def add_level(number: int, tokens: Tensor, parents: Tensor, q: Tensor) -> None:
+            reach = 0.0
+            columns = (part.view(len(rows), -1).tolist() for part in (tokens, parents, q))
+            for tree, *nodes in zip(trees, *columns, strict=True):
+                expanded = set[int]()
                 first = len(tree.tokens)
-                tree.looked_ahead += range(first, first + len(new[0]), topk)  # each beam's likeliest child comes first
-                for known, more in zip((tree.tokens, tree.parents, tree.paths), new, strict=True):
-                    known += more
-            beams = level.path_probabilities.topk(topk, dim=1).values
-            if float(beams.sum(dim=1).max()) < _LEAST_REACH:
-                break
+                for token, parent, own in zip(*nodes, strict=True):
+                    if parent not in expanded:  # each beam's likeliest child comes first
+                        tree.looked_ahead.append(len(tree.tokens))
+                    expanded.add(parent)
+                    tree.tokens.append(token)
+                    tree.parents.append(parent)
+                    tree.paths.append(tree.paths[parent] * own)
+                reach = max(reach, sum(tree.paths[first : first + topk]))
+            made[number + 1] = reach >= _LEAST_REACH
+
+        inner = replace(
+            asked,
+            num_passes=self.settings.depth + 1,
+            table_rows=torch.zeros(len(rows), dtype=torch.int32),
+            roots=torch.tensor([row.last for row in rows]),
+            made=made,
+            keep=topk * topk,
+            draws=None,
+        )
+        super().run_passes(inner, add_level)
         return trees
 
     # Reading the text
 
-    def _read_unseen(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+    def _read_unseen(self, state: ModelState, rows: Sequence[AlignedRow]) -> None:
         self._align(state, rows)
         self._read_pending(state, [row for row in rows if self._has_room(state, row)])
 
-    def _align(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+    def _align(self, state: ModelState, rows: Sequence[AlignedRow]) -> None:
         """Align new text. Keep keys and values of unchanged tokens, and of drafts that have become text."""
         drafted: list[tuple[AlignedRow, list[int]]] = []
         for row in rows:
@@ -222,7 +227,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             if row.text is not None:
                 row.keep(row.own.length)
 
-    def _has_room(self, state: AlignedState, row: AlignedRow) -> bool:
+    def _has_room(self, state: ModelState, row: AlignedRow) -> bool:
         """Whether text and drafts fit in the context and in the pool. Gives up rows that outgrow the context."""
         if row.text is None:
             return False
@@ -231,46 +236,34 @@ class OtherTokenizerDrafter(SmallModelDrafter):
             self._give_up(state, row)
             return False
         try:
-            state.runner.pool.ensure(row.own, len(row.text.drafts) + self.num_slots)
+            state.pool.ensure(row.own, len(row.text.drafts) + self.num_slots)
         except NoRoomError:
             return False
         return True
 
-    def _give_up(self, state: AlignedState, row: AlignedRow) -> None:
+    def _give_up(self, state: ModelState, row: AlignedRow) -> None:
         """Stop drafting for this row, and release its pages."""
         row.text, row.unseen, row.pending = None, [], []
         row.drop_drafts()
         row.own.length = 0
-        state.runner.pool.trim(row.own, 0)
+        state.pool.trim(row.own, 0)
 
 
-def _levels(tries: Sequence[TargetTrie], max_depth: int, keep: int | None) -> list[Level]:
-    """The levels of several rows' trees, likeliest nodes first. There is at least one, if only of padding."""
-    numbers = [{0: 0} for _ in tries]  # by row, the numbers of the kept nodes
-    levels: list[Level] = []
-    num_before = 1
-    for depth in range(1, max_depth + 1):
-        rows = []
-        for trie, known in zip(tries, numbers, strict=True):
+def _nodes_of(tries: Sequence[TargetTrie], max_depth: int, keep: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and q [B, size] of several rows' trees, depth by depth, the likeliest `keep` of each first."""
+    tokens, parents = torch.zeros(2, len(tries), size, dtype=torch.int32)
+    q = torch.zeros(len(tries), size)
+    for row, trie in enumerate(tries):
+        numbers = {0: 0}  # of the kept nodes
+        for depth in range(1, max_depth + 1):
             nodes = [
                 node
                 for node, own in enumerate(trie.depths)
-                if own == depth and trie.parents[node] in known and trie.paths[node] > 0
+                if own == depth and trie.parents[node] in numbers and trie.paths[node] > 0
             ]
-            rows.append(sorted(nodes, key=lambda node: -trie.paths[node])[:keep])
-        width = max(map(len, rows))
-        if width == 0 and levels:
-            break
-        tokens, parents = (torch.zeros(len(tries), max(width, 1), dtype=torch.int64) for _ in range(2))
-        probabilities, paths = (torch.zeros(len(tries), max(width, 1)) for _ in range(2))
-        for number, (trie, nodes) in enumerate(zip(tries, rows, strict=True)):
-            known = numbers[number]
-            for place, node in enumerate(nodes):
-                parent = trie.parents[node]
-                tokens[number, place], parents[number, place] = trie.tokens[node], known[parent]
-                probabilities[number, place] = trie.paths[node] / trie.paths[parent]
-                paths[number, place] = trie.paths[node]
-                known[node] = num_before + place
-        levels.append(Level(tokens, parents, probabilities, paths))
-        num_before += max(width, 1)
-    return levels
+            for node in sorted(nodes, key=lambda node: -trie.paths[node])[:keep]:
+                parent, at = trie.parents[node], len(numbers) - 1
+                tokens[row, at], parents[row, at] = trie.tokens[node], numbers[parent]
+                q[row, at] = trie.paths[node] / trie.paths[parent]
+                numbers[node] = at + 1
+    return tokens, parents, q

@@ -1,94 +1,87 @@
-"""Base of the eager drafters with a recurrent head, fed with its own output: beam search, one forward per depth.
+"""Base of the drafters with a recurrent head, which is fed with its own output: EAGLE-3 and MTP.
 
-An entry of the head's KV cache is made from the target's features of a token and the embedding of the next token.
+An entry of the head's KV store is made from the target's features of a token and the embedding of the next token.
 Drafted entries come after those of the text, and use the head's own outputs as features.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, Row
+from graft.model import KVCache
 from graft.model.attention import RowKeys, Visibility
 from graft.model.noise import ComingDraws
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel
-from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState
-from graft.tree.device.buffers import Level
+from graft.settings import require
+from graft.spec_decode.proposers.beam_drafter import BeamDrafter, Found, likeliest
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
+from graft.spec_decode.proposers.head_drafter import HeadDrafter, NewEntries
+from graft.tree.device.buffers import Beams
+from graft.tree.device.round import AddLevel
 
 
-@dataclass(eq=False)
-class RecurrentRow(DraftRow):
-    """A row with the hidden state that the first pass expands."""
+class RecurrentDrafter(HeadDrafter, BeamDrafter):
+    """Drafts with a recurrent head."""
 
-    hidden: Tensor = field(kw_only=True)  # [H] the head's output at the last entry
+    head: Any
 
+    def __init__(self, vocab_size: int, settings: TreeSettings | None, *of_head: Any) -> None:
+        """vocab_size: tokens that the head drafts from. of_head: arguments of `HeadDrafter`."""
+        super().__init__(*of_head)
+        self.settings = settings or TreeSettings()
+        topk = self.settings.topk
+        require(topk <= vocab_size, f"topk is {topk}, but the head drafts from {vocab_size} tokens")
 
-class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
-    """Drafts with a recurrent head, eagerly."""
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The target ids of all drafted ids; None: they are equal."""
+        return None
 
     @abstractmethod
-    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
-        """The `topk` likeliest tokens [B, F, topk] after the head's outputs [B, F, H], and their probabilities."""
+    def outputs(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The head's outputs [1, T, H] at entries of tokens [1, T] and hidden states [1, T, H], which are written."""
 
     @abstractmethod
-    def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The head's outputs [1, T, H] at entries of tokens [1, T] and hidden states [1, T, H]."""
+    def entered(self, new: NewEntries) -> Tensor:
+        """Make entries of the text. Returns the outputs [rows, H] at each row's last one."""
 
-    def _new_row(self, row: Row) -> RecurrentRow:
-        return RecurrentRow(row, row.length, hidden=self._weight.new_zeros(self._weight.shape[0]))
+    def enter(self, new: NewEntries) -> None:
+        for row, hidden in zip(new.rows, self.entered(new), strict=True):
+            row.hidden = hidden
 
-    @torch.no_grad()
-    def levels(
-        self,
-        state: EagerState[RecurrentRow],
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Level]:
-        self._refresh(state.pool, state.rows)
-        batch, device = len(roots), self.device
-        topk = min(self.settings.topk, keep or self.settings.topk)
-        lengths = torch.tensor(state.lengths)
-        itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
-        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of beams, at first of the root
-        search = BeamSearch(batch, topk, keep, device)
-        seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
-        depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
-        for depth in count():
-            yield search.level(*self._likeliest(hidden, topk, draws, depth + 1)).to_host()
-            tokens, origin = search.expand()
-            seen = torch.cat([_rows(seen, origin.cpu()), itself], dim=2)
-            depths = torch.cat([depths, torch.full((topk,), depth)])
-            positions = (lengths + depth)[:, None].expand(-1, topk).to(device)
-            hidden = self._expand(state, tokens, _rows(hidden, origin), positions, depths, seen)
+    def draft(self, asked: Passes, add_level: AddLevel) -> None:
+        BeamDrafter.run_passes(self, asked, add_level)
 
-    def _expand(
-        self,
-        state: EagerState[RecurrentRow],
-        tokens: Tensor,  # [B, W]
-        hidden: Tensor,  # [B, W, H]
-        positions: Tensor,  # [B, W]
-        depths: Tensor,  # [U] of all drafted entries, these last
-        seen: Tensor,  # [B, W, U] which of them each sees
-    ) -> Tensor:
-        """Outputs [B, W, H] of new drafted entries, written after those of earlier passes."""
-        batch, width = tokens.shape
-        before = len(depths) - width
-        places = [(row, row.length + before + place) for row in state.rows for place in range(width)]
-        cache = self.cache_writing_at(state.pool, places)
-        keys = [
-            RowKeys(row.row, row.length, depths, own, tokens.device) for row, own in zip(state.rows, seen, strict=True)
-        ]
-        flat = (part.flatten(0, 1)[None] for part in (tokens, hidden, positions))
-        return self._run(cache, Visibility(keys, hidden.dtype), *flat)[0].unflatten(0, (batch, width))
+    def root(self, asked: Passes, topk: int) -> Found:
+        rows, width = asked.state.rows, self._weight.shape[0]
+        self.refresh(asked.pool, rows)
+        hidden = [row.hidden if row.hidden is not None else self._weight.new_zeros(width) for row in rows]
+        return self._found(asked, torch.stack(hidden)[:, None], topk, 1)
 
+    def expand(self, asked: Passes, beams: Beams, number: int, features: Tensor) -> Found:
+        rows, (batch, topk), device = asked.state.rows, beams.tokens.shape, self.device
+        before, count = (number - 1) * topk, number * topk  # drafted entries of a row
+        cache = self.cache_writing_at(
+            asked.pool, [(row, row.length + place) for row in rows for place in range(before, count)]
+        )
+        seen = torch.zeros(batch, topk, count, dtype=torch.bool)
+        seen.scatter_(2, beams.entries[:, :, :number].long(), True)
+        depths = torch.arange(number).repeat_interleave(topk)
+        keys = [RowKeys(row.row, row.length, depths, own, device) for row, own in zip(rows, seen, strict=True)]
+        tokens = beams.tokens.view(1, -1).long().to(device)
+        origins = beams.origins if number > 1 else beams.origins // topk  # the first pass had one beam a row
+        hidden = features.flatten(0, 1)[origins.flatten().to(device)][None]
+        positions = torch.tensor([[row.length + number - 1 for row in rows for _ in range(topk)]], device=device)
+        outputs = self.outputs(cache, Visibility(keys, hidden.dtype), tokens, hidden, positions)
+        return self._found(asked, outputs[0].unflatten(0, (batch, topk)), topk, number + 1)
 
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
-    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+    def _found(self, asked: Passes, hidden: Tensor, topk: int, depth: int) -> Found:
+        """The likeliest tokens after the head's outputs [B, F, H]."""
+        draws = asked.draws
+        assert draws is None or isinstance(draws, ComingDraws)
+        logits = self.head.logits(hidden).float()
+        ids, q = likeliest(logits, topk, draws, depth, self.target_ids if draws is not None else None, self.sharpness)
+        return ids, q, hidden

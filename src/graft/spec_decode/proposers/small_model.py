@@ -6,11 +6,10 @@ So pages are shared, copied and released for both models at once.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_
 from graft.model.noise import ComingDraws
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings, likeliest
-from graft.tree.device.buffers import Level
+from graft.spec_decode.proposers.beam_drafter import BeamDrafter, Found, likeliest
+from graft.spec_decode.proposers.drafter import DraftState, Passes, TreeSettings
+from graft.tree.device.buffers import Beams
 from graft.tree.tree import DraftTree
 
 MAX_PENDING = 256  # tokens of a row that may wait for the next draft pass
@@ -39,9 +39,9 @@ class ModelRow:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
-        return cls(Row(row.block_table_row, row.pages, length), row, list(pending))
+    @property
+    def length(self) -> int:
+        return self.own.length
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Indices of the drafted path with these tokens, as far as it was drafted."""
@@ -58,34 +58,17 @@ class ModelRow:
         self.tokens, self.parents = [], []
 
 
-R = TypeVar("R", bound=ModelRow)
-
-
-@dataclass
-class ModelState(Generic[R]):
-    """Draft state of one batch."""
+@dataclass(eq=False)
+class ModelState(DraftState[Any]):
+    """Draft state of one batch, of rows `ModelRow`."""
 
     runner: TargetRunner
-    rows: list[R]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.own.length for row in self.rows]
-
-    def select(self, rows: Sequence[int]) -> Self:
-        return replace(self, rows=[self.rows[row] for row in rows])
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        known = self.rows[source]
-        self.rows[target] = type(known).of(row, known.own.length, known.pending)
-
-    def concat(self, other: Self) -> Self:
-        return replace(self, rows=self.rows + other.rows)
 
 
-class SmallModelDrafter(LevelByLevel):
+class SmallModelDrafter(BeamDrafter):
     """Drafts with a small model."""
 
+    is_captured = False  # its steps are graphs of their own runner, which the host makes one by one
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, settings: TreeSettings | None = None) -> None:
@@ -127,7 +110,11 @@ class SmallModelDrafter(LevelByLevel):
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         # A prefix from the prefix cache has keys and values of both models.
-        return ModelState(self._runner(cache), [ModelRow.of(row, row.length) for row in cache.rows])
+        rows = [ModelRow(Row(row.block_table_row, row.pages, row.length), row) for row in cache.rows]
+        return ModelState(self, cache.pool, rows, self._runner(cache))
+
+    def copied(self, state: ModelState, known: Any, row: Row) -> ModelRow:
+        return ModelRow(Row(row.block_table_row, row.pages, known.own.length), row, list(known.pending))
 
     def _runner(self, cache: KVCache) -> TargetRunner:
         """The draft model's runner for the pool of a target's cache."""
@@ -149,14 +136,14 @@ class SmallModelDrafter(LevelByLevel):
         widest = max(self.num_slots, runner.chunk_size)
         runner.warm_up(max(widest, min(max_rows * self.num_slots, _MAX_STEP)))
 
-    def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        own = state.rows[row]
-        own.pending += verified.tokens[0].tolist()
-        self._read_pending(state, [own])
+    def read(self, chunks: Sequence[tuple[Any, int, VerifyOutput, Sequence[int]]]) -> None:
+        for state, row, verified, _ in chunks:
+            state.rows[row].pending += verified.tokens[0].tolist()
+            self._read_pending(state, [state.rows[row]])
 
     def learn(
         self,
-        state: ModelState[Any],
+        state: ModelState,
         verified: VerifyOutput,
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
@@ -175,34 +162,10 @@ class SmallModelDrafter(LevelByLevel):
         if max(len(row.pending) for row in state.rows) > MAX_PENDING:
             self._read_pending(state, state.rows)
 
-    @torch.no_grad()
-    def levels(
-        self,
-        state: ModelState[Any],
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Level]:
-        topk = min(self.settings.topk, keep or self.settings.topk)
-        search = BeamSearch(len(roots), topk, keep, self.device)
-        known = self._known(roots.tolist())
-        found = self._run_roots(state, known, topk, draws)
-        tokens = torch.tensor(known)[:, None]  # [B, N] run so far
-        parents = torch.zeros_like(tokens)  # [B, N] their places
-        first = 0  # place of the first of the beams expanded last; at first the root
-        for depth in itertools.count(2):
-            yield search.level(*found).to_host()
-            beams, origin = (part.cpu() for part in search.expand())
-            parents = torch.cat([parents, first + origin], dim=1)
-            first = tokens.shape[1]
-            tokens = torch.cat([tokens, beams], dim=1)
-            found = self._run_beams(state, tokens, parents, first, topk, draws, depth)
-
-    def _run_roots(
-        self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
-    ) -> tuple[Tensor, Tensor]:
-        """Read pending tokens and run the roots, in one step. Returns the likeliest next tokens [B, 1, topk]."""
-        found = []
+    def root(self, asked: Passes, topk: int) -> Found:
+        """Read pending tokens and run the roots, in one step."""
+        state, found = asked.state, []
+        roots = self._known(asked.roots[: len(state.rows)].tolist())
         counts = [len(row.pending) + 1 for row in state.rows]
         for group in _groups(counts):
             rows = [state.rows[number] for number in group]
@@ -210,40 +173,37 @@ class SmallModelDrafter(LevelByLevel):
             chunks = [Chunk(row.own, [*self._known(row.pending), root]) for row, root in zip(rows, ends, strict=True)]
             _, read = state.runner.step(None, None, chunks)
             logits = self._logits(read[0].logits, torch.stack([part.index[0, -1:] for part in read]))
-            found.append(likeliest(logits, topk, draws and draws.select(group), 1))
+            found.append(likeliest(logits, topk, _draws_of(asked, group), 1))
             for row, root in zip(rows, ends, strict=True):
                 row.own.length -= 1  # the root is run, but not committed yet
                 row.pending, row.tokens, row.parents = [], [root], [0]
         return _joined(found)
 
-    def _run_beams(
-        self,
-        state: ModelState[Any],
-        tokens: Tensor,
-        parents: Tensor,
-        first: int,
-        topk: int,
-        draws: ComingDraws | None,
-        depth: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the nodes of drafted trees [B, N] from `first` on. Returns the likeliest tokens [B, N - first, topk].
+    def expand(self, asked: Passes, beams: Beams, number: int, features: Any) -> Found:
+        rows, topk = asked.state.rows, beams.tokens.shape[1]
+        # Places of the beams expanded last; at first of the root.
+        above = beams.origins % topk + 1 + (number - 2) * topk if number > 1 else torch.zeros_like(beams.origins)
+        new = zip(rows, beams.tokens.tolist(), above.tolist(), strict=True)
+        columns = [([*row.tokens, *tokens], [*row.parents, *parents]) for row, tokens, parents in new]
+        tokens, parents = (torch.tensor(column) for column in zip(*columns, strict=True))
+        return self._run_nodes(asked, tokens, parents, tokens.shape[1] - topk, topk, number + 1)
 
-        depth: of these tokens.
-        """
-        found, runner = [], state.runner
+    def _run_nodes(self, asked: Passes, tokens: Tensor, parents: Tensor, first: int, topk: int, depth: int) -> Found:
+        """Run the nodes of drafted trees [B, N] from `first` on. depth: of the tokens after them."""
+        state, found = asked.state, []
         for group in _groups([tokens.shape[1]] * len(tokens)):
             own = tokens[group]
             rest = torch.ones(own.shape), torch.zeros_like(own), torch.zeros_like(own)
             tree = DraftTree(own.shape[1] - 1, own, parents[group], *rest)
-            cache = runner.cache_of([state.rows[number].own for number in group])
-            verified = runner.verify(cache, tree, num_already_run=first)
+            cache = state.runner.cache_of([state.rows[number].own for number in group])
+            verified = state.runner.verify(cache, tree, num_already_run=first)
             logits = self._logits(verified.logits, verified.index[:, first:])
-            found.append(likeliest(logits, topk, draws and draws.select(group), depth))
+            found.append(likeliest(logits, topk, _draws_of(asked, group), depth))
         for row, *run in zip(state.rows, tokens.tolist(), parents.tolist(), strict=True):
             row.tokens, row.parents = run
         return _joined(found)
 
-    def _read_pending(self, state: ModelState[Any], rows: Sequence[ModelRow]) -> None:
+    def _read_pending(self, state: ModelState, rows: Sequence[ModelRow]) -> None:
         """Read pending tokens, in several steps if there are many."""
         most = state.runner.chunk_size
         while rows := [row for row in rows if row.pending]:
@@ -274,10 +234,16 @@ def _groups(counts: Sequence[int]) -> Iterator[list[int]]:
     yield group
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _draws_of(asked: Passes, rows: Sequence[int]) -> ComingDraws | None:
+    draws = asked.draws
+    assert draws is None or isinstance(draws, ComingDraws)
+    return draws.select(rows) if draws is not None else None
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Found:
     """The results of several steps, by row."""
     tokens, q = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(q)
+    return torch.cat(tokens), torch.cat(q), None
 
 
 def shares_vocabulary(

@@ -5,6 +5,7 @@ Nothing here needs Triton or the C library. `kernels.py` says who works on this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -216,20 +217,42 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Level:
-    """Drafted nodes of one depth. Parents are node numbers in the drafted tree; the root is 0."""
+class Beams:
+    """The beams: the K nodes of each row that the next draft pass expands. The first pass expands the root alone."""
 
-    tokens: Tensor  # [B, n] target ids
-    parents: Tensor  # [B, n]
-    probabilities: Tensor  # [B, n] the drafter's q(token | parent); 0 is padding
-    path_probabilities: Tensor  # [B, n] their product along the path
+    tokens: Tensor  # [B, K] int32 target ids
+    origins: Tensor  # [B, K] int32 the parent beam, as row * K + beam; the root is row * K
+    paths: Tensor  # [B, K] float32 path probabilities
+    places: Tensor  # [B, K] int32 their numbers in the tree
+    entries: Tensor  # [B, K, depth] int32 their paths in a KV store, as places after the text's entries
+    depths: Tensor  # [B, K] int32 the last place of `entries` in use, their own
+    cache_places: Tensor  # [B, K] int32 the places of their own entries, after those of earlier passes
+    num_passes: Tensor  # [B] int32
 
-    def to_host(self) -> Level:
-        return Level(*(getattr(self, field.name).cpu() for field in fields(self)))
+    def first(self, rows: int, topk: int | None = None) -> Beams:
+        """The first rows, or the same memory laid out for fewer beams a row."""
 
-    def at(self, index: Tensor) -> Level:
-        """The nodes at `index` [B, m] of the level."""
-        return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
+        def part_of(part: Tensor) -> Tensor:
+            shape = (rows, *(() if part.dim() == 1 else (topk or part.shape[1],)), *part.shape[2:])
+            return part.flatten()[: math.prod(shape)].view(shape)
+
+        return Beams(*(part_of(getattr(self, field.name)) for field in fields(self)))
+
+    @classmethod
+    def make(cls, rows: int, topk: int, depth: int, device: torch.device) -> Beams:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            tokens=zeros(rows, topk),
+            origins=zeros(rows, topk),
+            paths=zeros(rows, topk, dtype=torch.float32),
+            places=zeros(rows, topk),
+            entries=zeros(rows, topk, depth),
+            depths=zeros(rows, topk),
+            cache_places=zeros(rows, topk),
+            num_passes=zeros(rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -261,24 +284,6 @@ class Trees:
     def paths(self) -> Tensor:
         """Path probabilities: the product along the path."""
         return self.numbers[4].view(torch.float32)
-
-    def levels(self, num_rows: int) -> list[Level]:
-        """The levels of the first rows. The trees must be on the host."""
-        tokens, parents, depths = (part[:num_rows].long() for part in (self.tokens, self.parents, self.depths))
-        q, paths = (part[:num_rows] for part in (self.probabilities, self.paths))
-        # By row: where the level begins in the tree. In all rows: nodes of earlier levels, padding included.
-        start, num_before = torch.zeros(num_rows, 1, dtype=torch.int64), 0
-        shift = torch.zeros_like(start)  # from a parent's number in the tree to the one in the levels
-        levels: list[Level] = []
-        for depth in range(1, int(depths.max()) + 1):
-            counts = (depths == depth).sum(dim=1, keepdim=True)
-            order = torch.arange(int(counts.max()))
-            is_node, places = order < counts, (start + order).clamp(max=tokens.shape[1] - 1)
-            columns = (tokens, (parents + shift).where(parents > 0, 0), q, paths)
-            levels.append(Level(*(part.gather(1, places).where(is_node, 0) for part in columns)))
-            shift, num_before = num_before - start, num_before + len(order)
-            start = start + counts
-        return levels
 
 
 def bucket_starts(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.tree.device.buffers import Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
+from graft.tree.device.buffers import Beams, Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 from graft.tree.native import HERE, load_library, plain
 
 
@@ -50,6 +50,13 @@ class _OthersStruct(ctypes.Structure):
     _fields_ = _fields(addresses="owners groups num_prompt_tokens")
 
 
+class _BeamsStruct(ctypes.Structure):
+    _fields_ = _fields(
+        addresses="tokens origins paths places entries depths cache_places num_passes",
+        numbers="num_rows num_beams max_depth",
+    )
+
+
 class _ProbsStruct(ctypes.Structure):
     _fields_ = _fields(addresses="values", numbers="num_groups num_sources num_buckets")
 
@@ -78,6 +85,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_line_up": [*_NUMBER * 3, *_POINTER * 9],
     "graft_count": [*_POINTER * 4, *_NUMBER, *_POINTER, *_NUMBER * 3, *_POINTER * 2],
     "graft_learn": [*_POINTER, *_NUMBER * 2, *_POINTER * 5, *_NUMBER, *_POINTER * 3, *_NUMBER],
+    "graft_spread": [*_NUMBER * 3, *_POINTER * 7],
     "graft_grow": [*_NUMBER * 3, *_POINTER * 3, *_NUMBER * 2, *_POINTER * 5],
     "graft_flatten_trees": [*_NUMBER * 2, *_POINTER * 3, *_NUMBER, *_POINTER * 5],
 }
@@ -407,6 +415,25 @@ def learn(
         *(_at(starts), _at(before), before.shape[1], _at(salts, torch.int64)),
         *(_at(successors), _at(logits, torch.float32), is_text),
     )
+
+
+def spread(ids: Tensor, q: Tensor, to_target: Tensor | None, beams: Beams, level: Tensor, keep: int) -> None:
+    """The drafter's `spread` in `eagle3/kernels.py`, from probabilities. ids, q: [B * F, K], where F is 1 or K.
+
+    level: [3, B * n] int32, written: tokens, parents and the bits of q. keep: its nodes n of a row.
+    """
+    (num_rows, topk), long = beams.tokens.shape, torch.int64
+    num_parents = len(ids) // num_rows
+    addresses = (_at(part) for part in level)
+    _library().graft_spread(
+        *(num_parents, min(keep, num_parents * topk), min(keep, topk * topk), _at(ids, long), _at(q, torch.float32)),
+        *(None if to_target is None else _at(to_target, long), _held(beams, _new_beams), *addresses),
+    )
+
+
+def _new_beams(beams: Beams) -> _BeamsStruct:
+    columns = (_at(part, torch.float32 if part is beams.paths else torch.int32) for part in vars(beams).values())
+    return _BeamsStruct(*columns, *beams.entries.shape)
 
 
 def grow(tokens: Tensor, probabilities: Tensor, entries: Tensor, num_levels: int, trees: Trees) -> None:

@@ -1,18 +1,19 @@
-"""The eager block drafter: one forward of the head gives all levels of the tree.
+"""The drafter of block heads: one forward of the head gives all levels of the tree.
 
-The head's KV cache holds the keys and values of committed tokens, made from the target's features. A round's slots are
+The head's KV store holds the keys and values of committed tokens, made from the target's features. A round's slots are
 written after them, and the next round overwrites the slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool, Row
+from graft.model import KVCache
 from graft.model.attention import RowKeys, attend
 from graft.model.noise import ComingDraws
 from graft.settings import Settings, check_size
@@ -23,13 +24,13 @@ from graft.spec_decode.proposers.block.tree import (
     Table,
     chain_table,
     conditional_table,
-    levels_of,
+    grown,
     marginal_table,
     ranking_of,
 )
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
-from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
-from graft.tree.device.buffers import Level
+from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, Passes, TreeSettings
+from graft.spec_decode.proposers.head_drafter import HeadDrafter, HeadRow, NewEntries
+from graft.tree.device.round import AddLevel
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class BlockTreeSettings(Settings):
     def __post_init__(self) -> None:
         for name in ("width", "children", "shortlist", "nodes"):
             check_size(name, getattr(self, name))
+
+    def num_drafted(self, head: BlockHead, is_chain: bool) -> int:
+        """Nodes of a drafted tree."""
+        return head.config.num_drafts if is_chain else self.nodes
 
     @classmethod
     def like(cls, tree: TreeSettings) -> BlockTreeSettings:
@@ -69,20 +74,20 @@ def table_of(
     return marginal_table(head, hidden, settings.nodes, ranking)
 
 
-class BlockDrafter(EagerDrafter[DraftRow]):
-    """Drafts with a block head, eagerly.
+class BlockDrafter(HeadDrafter):
+    """Drafts with a block head.
 
     If the head has conditionals, a node's children depend on its token. Else all nodes of a depth have the same
     children: the next slot's likeliest tokens.
     """
 
     max_passes = 1
-    num_beams = 0  # there is only one pass
 
-    def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None) -> None:
+    def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None, fast: Any = None) -> None:
+        """fast: the head's `FastBlock`, where it runs in Triton."""
         config = head.config
-        key_heads = (config.num_key_value_heads, config.head_dim)
-        super().__init__(config.target_layers, head.fc.weight, config.num_layers, key_heads)
+        heads = (config.num_key_value_heads, config.head_dim)
+        super().__init__(config.target_layers, head.fc.weight, config.num_layers, heads, heads, fast)
         self.head = head
         self.settings = settings or BlockTreeSettings()
 
@@ -99,54 +104,39 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         return self.head.config.block_size
 
     def level_sizes(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> tuple[int, ...]:
-        return (self._num_drafted(keep == 1),)
+        return (self.settings.num_drafted(self.head, keep == 1),)
 
     def beams_of(self, num_rows: int, keep: int = KEPT_OF_A_LEVEL) -> int:
-        return self.num_beams
+        return 0
+
+    def enter(self, new: NewEntries) -> None:
+        for layer, pair in enumerate(zip(*self.head.context(new.features, new.positions), strict=True)):
+            new.cache.update(*pair, layer)
 
     @torch.no_grad()
-    def passes(
-        self,
-        state: EagerState[DraftRow],
-        roots: Tensor,
-        keep: int | None = None,
-        draws: ComingDraws | None = None,
-    ) -> Iterator[Sequence[Level]]:
-        self._refresh(state.pool, state.rows)
-        roots = roots.to(self.device)
-        hidden = self._block(state, roots)
-        ranking = ranking_of(draws, self.head.target_ids) if draws is not None else PLAIN
-        table = table_of(self.head, hidden, roots, self.settings, keep == 1, ranking)
-        yield levels_of(table.to_host(), self.max_depth, self._num_drafted(keep == 1))
-
-    def _num_drafted(self, is_chain: bool) -> int:
-        """Nodes of a drafted tree."""
-        return self.max_depth if is_chain else self.settings.nodes
-
-    def _new_row(self, row: Row) -> DraftRow:
-        return DraftRow(row, row.length)
-
-    def _refresh(self, pool: PagePool, rows: Sequence[DraftRow]) -> None:
-        pending = PendingEntries(rows)
-        if not pending.rows:
+    def draft(self, asked: Passes, add_level: AddLevel) -> None:
+        if not int(asked.made[0]):
             return
-        keys, values = self.head.context(pending.features(), pending.positions(self.device))
-        cache = self.cache_writing_at(pool, pending.places)
-        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-            cache.update(key, value, layer)
-        pending.finish()
+        rows, head, draws, is_chain = asked.state.rows, self.head, asked.draws, asked.keep == 1
+        self.refresh(asked.pool, rows)
+        roots = asked.roots[: len(rows)].long().to(self.device)
+        assert draws is None or isinstance(draws, ComingDraws)
+        ranking = ranking_of(draws, head.target_ids) if draws is not None else PLAIN
+        table = table_of(head, self._block(asked, roots), roots, self.settings, is_chain, ranking)
+        trees = grown(table, min(self.max_depth, asked.max_depth), self.settings.num_drafted(head, is_chain))
+        add_level(0, *map(asked.flat, (trees.tokens, trees.parents, trees.probabilities)))
 
-    def _block(self, state: EagerState[DraftRow], roots: Tensor) -> Tensor:
+    def _block(self, asked: Passes, roots: Tensor) -> Tensor:
         """Hidden states [B, K, H] of the predicting slots after roots [B]."""
-        places = torch.arange(self.head.config.block_size)
-        positions = torch.tensor(state.lengths)[:, None] + places
+        rows, places = asked.state.rows, torch.arange(self.head.config.block_size)
+        positions = torch.tensor(asked.state.lengths)[:, None] + places
         cache = self.cache_writing_at(
-            state.pool, [(row, row.length + place) for row in state.rows for place in places.tolist()]
+            asked.pool, [(row, row.length + place) for row in rows for place in places.tolist()]
         )
-        attention = self._attention(cache, state.rows)
+        attention = self._attention(cache, rows)
         return self.head.predicting(self.head(self.head.slots(roots), positions.to(self.device), attention))
 
-    def _attention(self, cache: KVCache, rows: Sequence[DraftRow]) -> Attention:
+    def _attention(self, cache: KVCache, rows: Sequence[HeadRow]) -> Attention:
         """Attention of each row's block to the row's entries and to itself."""
         config, device = self.head.config, self.device
         places = torch.arange(config.block_size)

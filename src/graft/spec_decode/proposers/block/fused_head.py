@@ -1,4 +1,4 @@
-"""Fused forward of a block head over the tensors of a KV store, for draft passes in CUDA graphs.
+"""The block head in Triton, over flat buffers, for CUDA graphs: new entries, and the block with its trees.
 
 As in `model/llama.py`, weights that one product takes together are concatenated once, and the head's parameters become
 views of them.
@@ -7,28 +7,83 @@ views of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graft.model import PagePool
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import rotary as rotary_kernels
+from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
-from graft.model.layout import Layout
+from graft.model.kv_cache import PAGE, KVStore
+from graft.model.layout import Layout, bidirectional_columns
 from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, llama_layer
 from graft.spec_decode.proposers import capturable
 from graft.spec_decode.proposers.block import kernels as block_kernels
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.head import BlockHead
+from graft.spec_decode.proposers.block.tree import Ranking
+from graft.spec_decode.proposers.draft_buffers import DraftBuffers
+from graft.spec_decode.proposers.drafter import Passes
+from graft.tree.device import best_first
+from graft.tree.device.buffers import DraftDraws, Trees
+from graft.tree.device.round import AddLevel
+
+
+class BlockBuffers(DraftBuffers):
+    """Static tensors, including those of blocks and trees."""
+
+    def __init__(self, fast: FastBlock, pool: PagePool, store: KVStore, number: int) -> None:
+        super().__init__(pool, store, Rotary.of(fast.head.rotary, fast.fc, pool.tables.shape[1] * PAGE), number)
+        self.width = fast.config.block_size
+        rows = torch.arange(self.max_rows, dtype=torch.int32, device=pool.device)
+        self._rows_of = rows.repeat_interleave(self.width)  # by slot
+        self._starts = rows * self.width
+        self._counts = torch.full_like(rows, self.width)
+        self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
+        self._two_ways = bidirectional_columns(self.width, self.max_rows, fast.tile, pool.device)
+        self._fits_tile = self.width <= fast.tile
+        most = max(fast.settings.num_drafted(fast.head, is_chain) for is_chain in (False, True))
+        self._trees = torch.zeros(5 * self.max_rows * most, dtype=torch.int32, device=pool.device)
+
+    def layout(self, asked: Passes, lengths: Tensor) -> Layout:
+        """Layout of causal slots after the entries of their rows."""
+        rows, count = asked.num_rows, asked.num_rows * self.width
+        return Layout(
+            rows=self._rows_of[:count],
+            places=self._places[:count],
+            depths=self._places[:count],
+            paths=self._two_ways[2][:count],  # not read
+            starts=self._starts[:rows],
+            counts=self._counts[:rows],
+            lengths=lengths,
+            table_rows=asked.table_rows,
+            tables=self.tables,
+            max_context=asked.context,
+            only_chains=True,
+        )
+
+    def two_ways(self, layout: Layout) -> Layout:
+        """The same slots for bidirectional layers: each slot sees all slots of its row."""
+        places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
+        return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
+
+    def trees(self, rows: int, num_nodes: int) -> Trees:
+        """The trees of a round."""
+        return Trees(self._trees[: 5 * rows * num_nodes].view(5, rows, num_nodes))
 
 
 class FastBlock:
     """The head's decoder layers in few kernels, for entries and for blocks."""
 
-    def __init__(self, head: BlockHead) -> None:
+    def __init__(self, head: BlockHead, settings: BlockTreeSettings) -> None:
         """head: one for which `why_not` is None."""
+        self.settings = settings
         config, layers = head.config, list[Any](head.layers)
         self.head, self.config = head, config
         embedding = head.embed_tokens.weight if config.own_embedding else head.target_embedding
@@ -36,7 +91,7 @@ class FastBlock:
         self._embedding = embedding.detach()
         mask = head.mask_embedding if config.own_mask else self._embedding[config.mask_token_id]
         self._mask = mask.detach().to(self._embedding.dtype)
-        self._fc, self._hidden_norm = head.fc.weight.detach(), head.hidden_norm.weight.detach()
+        self.fc, self._hidden_norm = head.fc.weight.detach(), head.hidden_norm.weight.detach()
         # Weights of q, k and v, [layers, outputs, inputs]: one product gives the keys and values of all layers.
         attentions = [layer.self_attn for layer in layers]
         projections = [p.weight for own in attentions for p in (own.q_proj, own.k_proj, own.v_proj)]
@@ -59,15 +114,44 @@ class FastBlock:
         tiles = attention_kernels.tiles_for(self.config.head_dim, self._embedding.dtype)
         return tiles.tokens(self.config.num_attention_heads // self.config.num_key_value_heads)
 
-    def rotary(self, num_positions: int) -> Rotary:
-        return Rotary.of(self.head.rotary, self._fc, num_positions)
+    def buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
+        return BlockBuffers(self, pool, store, number)
 
-    def enter(self, features: Tensor, layout: Layout, keys: Tensor, values: Tensor, rotary: Rotary) -> None:
-        """Write the keys and values of entries with the target's features [E, taps * H_t] to the store.
+    def run_passes(
+        self, buffers: BlockBuffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, add_level: AddLevel
+    ) -> None:
+        """See `Drafter.run_passes`. lengths, draws: of the rows."""
+        rows, is_chain = asked.num_rows, asked.keep == 1
+        layout, num_levels = buffers.layout(asked, lengths), self.config.num_drafts
+        causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
+        seen = [causal if is_causal else two_ways for is_causal in self.config.causal]
+        roots = asked.roots[:rows].contiguous()
+        hidden = self.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
+        table = table_of(self.head, hidden, roots.long(), self.settings, is_chain, self._ranking(draws))
+        trees = buffers.trees(rows, self.settings.num_drafted(self.head, is_chain))
+        best_first.grow(*table, min(num_levels, asked.max_depth), trees)
+        add_level(0, *(part.flatten() for part in (trees.tokens, trees.parents, trees.probabilities)))
 
-        keys, values: [layers, slots, kv_heads, head_dim].
-        """
-        fused = self._multiply(features, self._fc)
+    def _ranking(self, by_row: DraftDraws | None) -> Ranking:
+        draws = factors = None
+        if by_row is not None:
+            rows, num_slots = len(by_row.seeds), self.config.num_drafts
+            factors = torch.where(by_row.temperatures > 0, 1 / by_row.temperatures, 1.0)
+            seeds, temperatures, positions = (part.repeat_interleave(num_slots) for part in by_row[:3])
+            places = torch.arange(num_slots, device=positions.device).repeat(rows)
+            draws = DraftDraws(seeds, temperatures, positions + places, by_row.to_target)
+
+        def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+            ids, best, total = topk_kernels.highest(logits.flatten(0, 1), k, draws)
+            shape = logits.shape[:2]
+            return ids.unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)
+
+        return Ranking(highest, block_kernels.children, factors)
+
+    def enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, layout: Layout) -> None:
+        """Write the keys and values of entries with the target's features [E, taps * H_t] to the store."""
+        keys, values, rotary = buffers.keys, buffers.values, buffers.rotary
+        fused = self._multiply(features, self.fc)
         _, hidden = layer_kernels.add_norm(fused, None, self._hidden_norm, self.config.rms_norm_eps)
         weights = self._qkv[:, self._num_queries :]
         projected = torch.bmm(hidden.expand(len(weights), -1, -1), weights.mT)  # [layers, E, 2 * kv_heads * head_dim]

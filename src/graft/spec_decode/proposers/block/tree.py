@@ -11,7 +11,7 @@ from torch import Tensor
 from graft.model.noise import ComingDraws, added
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.tree.device import c_kernels
-from graft.tree.device.buffers import Level, Trees
+from graft.tree.device.buffers import Trees
 from graft.tree.native import plain
 
 
@@ -24,9 +24,6 @@ class Table(NamedTuple):
     tokens: Tensor  # [B, E, m] int32
     probabilities: Tensor  # [B, E, m] float32
     entries: Tensor  # [B, E, m] int32: the next slot's entry after this token; -1: no children
-
-    def to_host(self) -> Table:
-        return Table(*(part.cpu() for part in self))
 
 
 class Ranking(NamedTuple):
@@ -147,11 +144,10 @@ def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:
     return Table(tokens.int(), probabilities, entries)
 
 
-def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
-    """The levels of the trees of the `num_nodes` likeliest nodes, at most `num_levels`."""
-    tokens, probabilities, entries = (
-        plain(part, dtype) for part, dtype in zip(table, (torch.int32, torch.float32, torch.int32), strict=True)
-    )
-    trees = Trees(torch.empty(5, len(tokens), num_nodes, dtype=torch.int32))
-    c_kernels.grow(tokens, probabilities, entries, num_levels, trees)
-    return trees.levels(len(tokens))
+def grown(table: Table, num_levels: int, num_nodes: int) -> Trees:
+    """The trees of the `num_nodes` likeliest nodes, at most `num_levels` deep, on the host."""
+    tokens, probabilities, entries = (part.cpu() for part in table)
+    of_table = plain(tokens, torch.int32), plain(probabilities, torch.float32), plain(entries, torch.int32)
+    trees = Trees(torch.empty(5, len(table.tokens), num_nodes, dtype=torch.int32))
+    c_kernels.grow(*of_table, num_levels, trees)
+    return trees

@@ -1,71 +1,55 @@
-"""The eager EAGLE-3 drafter: beam search, one forward of the head for each depth."""
+"""The drafter of EAGLE-3 heads: beam search, one forward of the head for each depth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool
-from graft.model.attention import RowKeys, Scores, Visibility
+from graft.model import KVCache
+from graft.model.attention import Scores, Visibility
 from graft.model.cpu_layers import Fused
-from graft.model.noise import ComingDraws
-from graft.settings import require
-from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
-from graft.spec_decode.proposers.eager import PendingEntries
+from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.cpu_head import CpuHead, why_not
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
-from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
-
-_ONE = torch.ones(1, 1, dtype=torch.bool)
+from graft.spec_decode.proposers.head_drafter import HeadState, NewEntries
+from graft.spec_decode.proposers.recurrent import RecurrentDrafter
 
 
 class Eagle3Drafter(RecurrentDrafter):
-    """Drafts with an EAGLE-3 head, eagerly."""
+    """Drafts with an EAGLE-3 head."""
 
     sharpness = 1.2  # fitted on answers to training prompts, see docs/benchmarks.md
 
-    def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
+    def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None, fast: Any = None) -> None:
+        """fast: the head's `FastHead`, where it runs in Triton."""
         config = head.config
-        super().__init__(config.target_layers, head.fc.weight, 1, (config.num_key_value_heads, config.head_dim))
+        heads = (config.num_key_value_heads, config.head_dim)
+        of_head = (config.target_layers, head.fc.weight, 1, heads, heads, fast)
+        super().__init__(config.draft_vocab_size, settings, *of_head)
         self.head = head
         self._fused = Fused(head, why_not, CpuHead)  # on a CPU
-        self.settings = settings or TreeSettings()
-        most = config.draft_vocab_size
-        require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
-    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
+    @property
+    def target_ids(self) -> Tensor:
+        return self.head.target_ids
+
+    @property
+    def to_target(self) -> Tensor:
+        return self.head.d2t.cpu()
+
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> HeadState:
         if self.device.type == "cpu":
             self._fused.refresh()
         return super().open(cache, texts)
 
-    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
-        target_ids = self.head.target_ids if draws is not None else None
-        draft_ids, q = likeliest(self.head.logits(hidden).float(), topk, draws, depth, target_ids, self.sharpness)
-        return self.head.to_target(draft_ids), q
+    def entered(self, new: NewEntries) -> Tensor:
+        # For all entries but each row's last one, keys and values are enough.
+        seen = new.seen(only_last=True)
+        return self._outputs(new.cache, seen, new.tokens, new.positions, None, new.features, new.last)[0]
 
-    def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
-        pending = PendingEntries(rows)
-        if not pending.rows:
-            return
-        device, counts = self.device, pending.counts
-        cache = self.cache_writing_at(pool, pending.places)  # before `RowKeys`, because it may add pages to rows
-        # Only the output at each row's last entry is needed; for the others, keys and values are enough.
-        last = torch.tensor(counts, device=device).cumsum(0) - 1
-        keys = [
-            RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)
-            for row, count in zip(pending.rows, counts, strict=True)
-        ]
-        features = pending.features()
-        seen, tokens, positions = Visibility(keys, features.dtype), pending.tokens(device), pending.positions(device)
-        output = self._outputs(cache, seen, tokens, positions, None, features, last)[0]
-        for row, new in zip(pending.rows, output, strict=True):
-            row.hidden = new
-        pending.finish()
-
-    def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def outputs(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         return self._outputs(cache, seen, tokens, positions, hidden)
 
     def _outputs(

@@ -1,4 +1,6 @@
-"""Fused forward of the EAGLE-3 head over the tensors of a KV store, for draft passes in CUDA graphs.
+"""The EAGLE-3 head in Triton: its three functions over flat buffers, for CUDA graphs.
+
+`enter` runs it on new entries, `root` gives the first level of the trees, and `expand` each later one.
 
 As in `model/llama.py`, weights that one product takes together are concatenated once, and the head's parameters become
 views of them.
@@ -15,27 +17,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.model import PagePool
 from graft.model.attention import KernelStep
+from graft.model.captures import ALIGNED, ROWS, round_up
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import eight_bits as eight_bit_kernels
+from graft.model.kernels import gate, overlap
 from graft.model.kernels import layer as layer_kernels
-from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import EightBits, Products
+from graft.model.kv_cache import PAGE, KVStore
+from graft.model.layout import Layout
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.model.network import Attention
+from graft.spec_decode.proposers.beam_drafter import Shape, num_beams
+from graft.spec_decode.proposers.draft_buffers import DraftBuffers
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
-from graft.tree.device.buffers import DraftDraws
+from graft.tree.device.buffers import Beams, DraftDraws
+from graft.tree.device.round import AddLevel
 
 _LARGE = 2**28  # weights of a head from which 8 bits are used: at 297 million they are faster, fewer were not measured
+
+
+class Eagle3Buffers(DraftBuffers):
+    """Static tensors, including those of beams and levels."""
+
+    def __init__(self, fast: FastHead, pool: PagePool, store: KVStore, number: int) -> None:
+        device, topk, num_passes = pool.device, fast.settings.topk, fast.settings.depth + 1
+        super().__init__(pool, store, Rotary.of(fast.head.rotary, fast.weight, pool.tables.shape[1] * PAGE), number)
+        max_rows = self.max_rows
+        sizes = [(rows, num_beams(rows, topk)) for rows in (*ROWS, max_rows) if rows <= max_rows]
+        most = max(rows * beams for rows, beams in sizes)
+        width = len(fast.weight)
+        # The head's output at the last entry, by row of the block tables.
+        self.root = fast.weight.new_zeros(pool.num_table_rows, width)
+        self.hidden = fast.weight.new_zeros(most, width)  # the head's outputs at beams
+        self.beams = Beams.make(most, 1, num_passes, device)
+        # By number of beams in a row: the row of each beam, each row's first beam, and its number of beams.
+        self.rows_of = {
+            beams: (
+                torch.arange(max_rows, device=device).repeat_interleave(beams).int(),
+                (torch.arange(max_rows, device=device) * beams).int(),
+                torch.full((max_rows,), beams, dtype=torch.int32, device=device),
+            )
+            for beams in range(1, topk + 1)
+        }
+        room = round_up(max(rows * beams * beams for rows, beams in sizes), ALIGNED)
+        self.levels = torch.zeros(num_passes, 3, room, dtype=torch.int32, device=device)  # tokens, parents, bits of q
+
+    @property
+    def by_table_row(self) -> tuple[Tensor, ...]:
+        return (self.root,)
 
 
 class FastHead:
     """The head's decoder layer and top-k output, in few kernels."""
 
-    def __init__(self, head: Eagle3Head, eight_bits: bool = True) -> None:
-        """head: one for which `capturable.why_not` is None. eight_bits: read weights in 8 bits where that is faster."""
+    def __init__(self, head: Eagle3Head, settings: TreeSettings) -> None:
+        """head: one for which `capturable.why_not` is None."""
+        self.settings, eight_bits, self.weight = settings, settings.eight_bits, head.fc.weight
         layer: Any = head.midlayer
         attention, config = layer.self_attn, head.config
         self.head, self.config = head, config
@@ -66,8 +108,77 @@ class FastHead:
         self._fc = rest[0] if rest else None
         self._multiply = Products(qkv.device)
 
-    def rotary(self, num_positions: int) -> Rotary:
-        return Rotary.of(self.head.rotary, self._embedding, num_positions)
+    def buffers(self, pool: PagePool, store: KVStore, number: int) -> Eagle3Buffers:
+        return Eagle3Buffers(self, pool, store, number)
+
+    def enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, layout: Layout) -> None:
+        """Run the head on entries with the target's features [E, taps * H_t] and next tokens [E].
+
+        The output at each row's last entry is kept.
+        """
+        outputs = self._run_over(buffers, tokens, self.fuse(features), None, layout)
+        eagle3_kernels.keep_last(outputs, layout.starts, layout.counts, layout.table_rows, buffers.root)
+
+    def run_passes(
+        self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, add_level: AddLevel
+    ) -> None:
+        """See `Drafter.run_passes`. lengths, draws: of the rows."""
+        for number in range(asked.num_passes):
+            with gate.under(asked.made[number : number + 1]):
+                level = self.run_pass(buffers, asked, lengths, draws, number)
+            add_level(number, level[0], level[1], level[2].view(torch.float32))
+
+    def run_pass(
+        self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, draws: DraftDraws | None, number: int
+    ) -> Tensor:
+        """Run a pass. Returns its level [3, nodes]: tokens, parents and the bits of q."""
+        shape = Shape.of(asked.num_rows, self.settings.topk, asked.keep)
+        beams = buffers.beams.first(shape.rows, shape.beams)
+        if number == 0:
+            outputs = self.root(buffers, asked.table_rows, shape)
+        else:
+            outputs = self.expand(buffers, asked, lengths, shape, beams)
+        if draws is not None and number:
+            draws = draws._replace(num_passes=beams.num_passes)
+        level = buffers.levels[number, :, : shape.rows * shape.count(number)]
+        best = self.likeliest(outputs, shape.beams, draws)
+        eagle3_kernels.spread(*best, self.head.d2t, beams, level, shape.keep, number == 0)
+        return level
+
+    def root(self, buffers: Eagle3Buffers, table_rows: Tensor, shape: Shape) -> Tensor:
+        """The head's outputs [R, H] at the last entries."""
+        return eagle3_kernels.take_roots(buffers.root, table_rows, buffers.hidden, shape.beams)
+
+    def expand(self, buffers: Eagle3Buffers, asked: Passes, lengths: Tensor, shape: Shape, beams: Beams) -> Tensor:
+        """The head's outputs [R * beams, H] at the beams."""
+        count = shape.rows * shape.beams
+        rows, starts, counts = buffers.rows_of[shape.beams]
+        layout = Layout(
+            rows=rows[:count],
+            places=beams.cache_places.flatten(),
+            depths=beams.depths.flatten(),
+            paths=beams.entries.flatten(0, 1),
+            starts=starts[: shape.rows],
+            counts=counts[: shape.rows],
+            lengths=lengths,
+            table_rows=asked.table_rows,
+            tables=buffers.tables,
+            max_context=asked.context,
+        )
+        hidden = buffers.hidden[:count]
+        return self._run_over(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout, out=hidden)
+
+    def _run_over(
+        self,
+        buffers: Eagle3Buffers,
+        tokens: Tensor,
+        hidden: Tensor,
+        origins: Tensor | None,
+        layout: Layout,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        step, keys, values = KernelStep(layout), buffers.keys[0], buffers.values[0]
+        return self.run(tokens, hidden, origins, step, keys, values, buffers.rotary, out)
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `Eagle3Head.fuse`, with one kernel for the norms of all layers' features [T, layers * H_t]."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,48 +11,7 @@ from graft.model.kernels import gate
 from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import rms_normed
-
-
-@dataclass(frozen=True)
-class Beams:
-    """The beams: the K nodes of each row that the next pass expands, on the device.
-
-    The features of a pass are [B * K, H]. Those of the root, the parent of the first beams, are at row * K.
-    """
-
-    tokens: Tensor  # [B, K] int32 target ids
-    origins: Tensor  # [B, K] int32 the parent beam, as row * K + beam
-    paths: Tensor  # [B, K] float32 path probabilities
-    places: Tensor  # [B, K] int32 their places in the tree
-    entries: Tensor  # [B, K, depth] int32 their paths in the head's cache, as places after the committed entries
-    depths: Tensor  # [B, K] int32 the last place of `entries` in use, their own
-    cache_places: Tensor  # [B, K] int32 the places of their own entries, after those of earlier passes
-    num_passes: Tensor  # [B] int32
-
-    def first(self, rows: int, topk: int | None = None) -> Beams:
-        """The first rows, or the same memory laid out for fewer beams a row."""
-
-        def part_of(part: Tensor) -> Tensor:
-            shape = (rows, *(() if part.dim() == 1 else (topk or part.shape[1],)), *part.shape[2:])
-            return part.flatten()[: math.prod(shape)].view(shape)
-
-        return Beams(**{name: part_of(part) for name, part in vars(self).items()})
-
-    @classmethod
-    def make(cls, rows: int, topk: int, depth: int, device: torch.device) -> Beams:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            tokens=zeros(rows, topk),
-            origins=zeros(rows, topk),
-            paths=zeros(rows, topk, dtype=torch.float32),
-            places=zeros(rows, topk),
-            entries=zeros(rows, topk, depth),
-            depths=zeros(rows, topk),
-            cache_places=zeros(rows, topk),
-            num_passes=zeros(rows),
-        )
+from graft.tree.device.buffers import Beams
 
 
 def enter(
@@ -131,19 +87,16 @@ def spread(
     totals: Tensor,  # [B * F] logsumexp
     to_target: Tensor,  # [draft vocabulary] int64, to add to a draft id
     beams: Beams,
-    numbers: Tensor,  # [passes, 3, room] int64: tokens, parents and probabilities of each pass's nodes
-    keep: int | None,
+    level: Tensor,  # [3, B * n] int32, written: tokens, parents and the bits of q
+    keep: int,
     is_first: bool,
 ) -> None:
-    """Write the children of the F beams as the next level, and make the likeliest of them the new beams.
+    """Write the likeliest children of the F beams as the next level, and make the first of them the new beams.
 
-    keep: nodes of a level to write, likeliest first; None: all, in the order of their parents. is_first: the only beam
-    is the root. The last `room` int64 of a level hold two rows of float32: q and path probabilities.
+    keep: nodes n of a row in the level, if there are so many, and in later ones. is_first: the only beam is the root.
     """
     batch, topk = beams.tokens.shape
     num_beams = 1 if is_first else topk
-    count = num_beams * topk if keep is None else min(max(keep, topk), num_beams * topk)
-    later = topk * topk if keep is None else min(max(keep, topk), topk * topk)
     _spread_kernel[(batch,)](
         draft_ids,
         logits,
@@ -157,17 +110,14 @@ def spread(
         beams.depths,
         beams.cache_places,
         beams.num_passes,
-        numbers,
-        numbers.view(torch.float32),
-        numbers.stride(0),
-        numbers.stride(1),
+        *level[:2],
+        level[2].view(torch.float32),
         beams.entries.shape[2],
         F=num_beams,
         K=topk,
-        COUNT=count,
-        LATER=later,
+        COUNT=min(keep, num_beams * topk),
+        LATER=min(keep, topk * topk),
         IS_FIRST=is_first,
-        SORTED=keep is not None,
         BLOCK=max(triton.next_power_of_2(num_beams * topk), 16),
         BLOCK_P=triton.next_power_of_2(beams.entries.shape[2]),
         **gate.options(),
@@ -276,17 +226,15 @@ def _spread_kernel(
     depths: tl.tensor,
     cache_places: tl.tensor,
     num_passes: tl.tensor,
-    numbers: tl.tensor,
-    floats: tl.tensor,
-    pass_stride: tl.int64,
-    part_stride: tl.int64,
+    level_tokens: tl.tensor,
+    level_parents: tl.tensor,
+    level_q: tl.tensor,
     max_depth: int,
     F: tl.constexpr,
     K: tl.constexpr,
     COUNT: tl.constexpr,
     LATER: tl.constexpr,
     IS_FIRST: tl.constexpr,
-    SORTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     flag: tl.tensor | None = None,
@@ -319,14 +267,10 @@ def _spread_kernel(
     is_tied_before = (path_prob[None, :] == path_prob[:, None]) & (child[None, :] < child[:, None])
     rank = tl.sum((is_better | is_tied_before).to(tl.int32), axis=1)
 
-    place = rank if SORTED else child
-    listed = real & (place < COUNT)
-    level = numbers + number * pass_stride + row * COUNT + place
-    tl.store(level, token, mask=listed)
-    tl.store(level + part_stride, parent.to(tl.int64), mask=listed)
-    probs = floats + 2 * (number * pass_stride + 2 * part_stride) + row * COUNT + place
-    tl.store(probs, q, mask=listed)
-    tl.store(probs + part_stride, path_prob, mask=listed)
+    listed = real & (rank < COUNT)
+    tl.store(level_tokens + row * COUNT + rank, token.to(tl.int32), mask=listed)
+    tl.store(level_parents + row * COUNT + rank, parent, mask=listed)
+    tl.store(level_q + row * COUNT + rank, q, mask=listed)
 
     tl.debug_barrier()  # the beams read above are overwritten now
     chosen = real & (rank < K)
@@ -335,7 +279,7 @@ def _spread_kernel(
     tl.store(beam_tokens + at, token, mask=chosen)
     tl.store(origins + at, row * K + beam, mask=chosen)
     tl.store(beam_paths + at, path_prob, mask=chosen)
-    tl.store(beam_places + at, start + place, mask=chosen)
+    tl.store(beam_places + at, start + rank, mask=chosen)
     tl.store(depths + at, number, mask=chosen)
     tl.store(cache_places + at, number * K + rank, mask=chosen)
     trail = tl.where(steps == number, number * K + rank[:, None], trail)

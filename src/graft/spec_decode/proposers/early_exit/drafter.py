@@ -7,25 +7,16 @@ through all layers, and overwrites the drafter's keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
-from graft.model.noise import ComingDraws
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.beam_drafter import Found
+from graft.spec_decode.proposers.drafter import Passes, TreeSettings
 from graft.spec_decode.proposers.early_exit.split import first_layers
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
-
-
-class ExitRow(ModelRow):
-    """One row's draft state, in the target's own row."""
-
-    @classmethod
-    def of(cls, row: Row, length: int, pending: Sequence[int] = ()) -> Self:
-        return cls(row, row)
 
 
 class EarlyExitDrafter(SmallModelDrafter):
@@ -48,17 +39,20 @@ class EarlyExitDrafter(SmallModelDrafter):
         return 0
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
-        return ModelState(self._runner(cache), [ExitRow.of(row, row.length) for row in cache.rows])
+        return ModelState(self, cache.pool, [ModelRow(row, row) for row in cache.rows], self._runner(cache))
+
+    def copied(self, state: ModelState, known: Any, row: Row) -> ModelRow:
+        return ModelRow(row, row)
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
         return target_for(self.model, pool=cache.pool, store=cache.store)
 
-    def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Nothing to do: the target has read it."""
+    def read(self, chunks: Sequence[Any]) -> None:
+        """Nothing to do: the target has read them."""
 
     def learn(
         self,
-        state: ModelState[Any],
+        state: ModelState,
         verified: VerifyOutput,
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
@@ -66,8 +60,6 @@ class EarlyExitDrafter(SmallModelDrafter):
         for row in state.rows:  # accepted tokens are in the target's cache
             row.drop_drafts()
 
-    def _run_roots(
-        self, state: ModelState[Any], roots: Sequence[int], topk: int, draws: ComingDraws | None
-    ) -> tuple[Tensor, Tensor]:
-        tokens = torch.tensor(roots)[:, None]
-        return self._run_beams(state, tokens, torch.zeros_like(tokens), 0, topk, draws, depth=1)
+    def root(self, asked: Passes, topk: int) -> Found:
+        tokens = asked.roots[: len(asked.state.rows), None].long().cpu()
+        return self._run_nodes(asked, tokens, torch.zeros_like(tokens), 0, topk, depth=1)

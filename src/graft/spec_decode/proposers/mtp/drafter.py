@@ -1,56 +1,32 @@
-"""The MTP drafter: beam search with the MTP layer, which runs at every depth.
+"""The drafter of MTP heads: beam search with the MTP layer, which runs at every depth.
 
-An entry of its KV cache combines the target's last hidden state at a token with the embedding of the next token.
+An entry of its KV store combines the target's last hidden state at a token with the embedding of the next token.
 Drafted entries take the layer's own normed outputs instead of the target's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool
-from graft.model.attention import RowKeys, Visibility
-from graft.model.noise import ComingDraws
-from graft.settings import require
-from graft.spec_decode.proposers.drafter import TreeSettings, likeliest
-from graft.spec_decode.proposers.eager import PendingEntries
+from graft.model import KVCache
+from graft.model.attention import Visibility
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.head_drafter import NewEntries
 from graft.spec_decode.proposers.mtp.head import MtpHead
-from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
+from graft.spec_decode.proposers.recurrent import RecurrentDrafter
 
 
 class MtpDrafter(RecurrentDrafter):
-    """Drafts with the MTP head of the target's checkpoint, eagerly."""
+    """Drafts with the MTP head of the target's checkpoint."""
 
     def __init__(self, head: MtpHead, settings: TreeSettings | None = None) -> None:
-        super().__init__(head.target_layers, head.fc.weight, 1, *head.key_value_heads())
+        super().__init__(head.vocab_size, settings, head.target_layers, head.fc.weight, 1, *head.key_value_heads())
         self.head = head
-        self.settings = settings or TreeSettings()
-        topk, most = self.settings.topk, head.vocab_size
-        require(topk <= most, f"topk is {topk}, but the head drafts from {most} tokens")
 
-    def _likeliest(self, hidden: Tensor, topk: int, draws: ComingDraws | None, depth: int) -> tuple[Tensor, Tensor]:
-        return likeliest(self.head.logits(hidden).float(), topk, draws, depth)
+    def entered(self, new: NewEntries) -> Tensor:
+        seen = new.seen(only_last=False)
+        return self.outputs(new.cache, seen, new.tokens, new.features, new.positions)[0, new.last]
 
-    def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
-        pending = PendingEntries(rows)
-        if not pending.rows:
-            return
-        device, counts = self.device, pending.counts
-        keys = [
-            RowKeys(row.row, row.length, torch.arange(count), torch.ones(count, count, dtype=torch.bool).tril(), device)
-            for row, count in zip(pending.rows, counts, strict=True)
-        ]
-        cache, features = self.cache_writing_at(pool, pending.places), pending.features()
-        seen = Visibility(keys, features.dtype)
-        output = self._run(cache, seen, pending.tokens(device), features, pending.positions(device))[0]
-        last = torch.tensor(counts, device=device).cumsum(0) - 1
-        for row, new in zip(pending.rows, output[last], strict=True):
-            row.hidden = new
-        pending.finish()
-
-    def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        output: Tensor = self.head(cache, seen, tokens, hidden, positions)
-        return output
+    def outputs(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        outputs: Tensor = self.head(cache, seen, tokens, hidden, positions)
+        return outputs
