@@ -31,9 +31,12 @@ _NODES = np.array([0.0, *2.0 ** np.arange(-1, 7.5, 0.5)])  # a row's, for which 
 _FEW = np.array([3.0])  # where the host chooses their number
 _FIRST_GAINS = np.log2(1 + _NODES) / 2  # accepted tokens of a row without draft passes, until they are learned
 _FIRST_PASS_GAIN = 0.6  # of a draft pass until it is tried: high, since what is tried is soon known
+# A pass confirms or refutes what is proposed, so the best of it looks worth more than before: on training prompts of
+# the default model, retrieval 0.45 tokens a round instead of 0.26. Where the host sees it, a pass is credited with that.
+_CONFIRMED = 0.2
 _PRIOR = 4  # rounds that first gains count for: a single round says little
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes, to save memory
-_SELDOM = 0.2  # a captured pass that is not made costs about as much of one that is made
+_SELDOM = 0.2  # share of rounds below which a pass is not captured: skipping one costs a sixth of making it
 
 
 class Plan(NamedTuple):
@@ -162,8 +165,7 @@ class Planner:
         if self.fixed_passes is not None:
             return [-1.0] * self.fixed_passes + [math.inf] * (self.num_passes - self.fixed_passes)
         num_rows, gains = len(kinds), self._gains(kinds)
-        rests = np.full(self.num_passes, self._price(kinds) * self.pass_seconds(num_rows))
-        rests[gains.tried_next :][:1] -= WASTE * num_rows * gains.num_spared
+        rests = self._price(kinds) * self.pass_seconds(num_rows) - WASTE * num_rows * gains.since
         known = [
             rest / gain if gain > 0 else math.copysign(math.inf, rest)
             for rest, gain in zip(rests.tolist(), gains.by_pass((size - num_rows) / num_rows).tolist(), strict=True)
@@ -282,6 +284,9 @@ class Planner:
         values = [_sums(probs[needs <= number], counts) - costs for number in range(outcome.num_passes + 1)]
         if len(gains.nodes) == 1:
             values = [value.max(keepdims=True) for value in values]
+        if self.sees_candidates and self.fixed is None:
+            reached = np.cumsum([0.0, *outcome.reaches[: outcome.num_passes]])
+            values = [value + _CONFIRMED * own for value, own in zip(values, reached, strict=True)]
         gains.observe(np.array(values) / num_rows, np.array(outcome.reaches) / num_rows, outcome.max_passes)
         gains.count_round(accepted / num_rows, seconds / self.plain_seconds(num_rows))
 
@@ -319,9 +324,8 @@ class Gains:
         self._next: np.ndarray = np.ones(num_passes) if prior is None else prior._next.copy()
         # How often each is made, if it may be.
         self.made: np.ndarray = np.full(num_passes, 0.5) if prior is None else prior.made.copy()
-        self._counts = np.ones(num_passes)  # a prior counts for one observation
-        self.tried_next = 0  # the first pass that the last round did without
-        self.num_spared = 0  # rounds since the pass that was tried next was made
+        self._counts = np.full(num_passes, _PRIOR)  # of each pass
+        self.since = np.zeros(num_passes)  # rounds in which each pass came next and was not made, since it was
         self.gain = self.time = 0.0  # of whole rounds: accepted tokens, and what they take longer, in plain rounds
         self._num_rounds = 0.0
 
@@ -361,9 +365,8 @@ class Gains:
         self._reached[:made] += share * (reaches[:made] - self._reached[:made])
         if max_passes:  # where all were made that could be, more might have been
             self.made += WEIGHT * (((np.arange(len(self.made)) < made) | (made == max_passes)) - self.made)
-        is_spent = made > self.tried_next or made == len(self.made)
-        self.num_spared = 0 if is_spent else self.num_spared + 1
-        self.tried_next = made
+        self.since[:made] = 0
+        self.since[made : made + 1] += 1
 
     def count_round(self, gain: float, time: float) -> None:
         """Count a round's accepted tokens of a row, and what it took longer than a plain round, in plain rounds."""
