@@ -83,8 +83,7 @@ class Clock:
                 replace(
                     outcome,
                     step_seconds=told[0],
-                    propose_seconds=0.0 if outcome.is_plain else told[1] + told[2],
-                    rest_seconds=told[2] if outcome.is_plain else None,
+                    work_seconds=told[1] + told[2],
                 )
             )
 

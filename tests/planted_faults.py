@@ -584,8 +584,8 @@ _FAULTS = r"""
 = src/graft/spec_decode/planner.py
 ! test_planner.py::test_without_prompts_the_round_with_the_most_tokens_per_second_is_chosen
 # planner: the time of a round counts in its favour
--self._tokens(kinds, size) - price * self._seconds(
-+self._tokens(kinds, size) + price * self._seconds(
+-np.argmax(num_rows * tokens - price * seconds)
++np.argmax(num_rows * tokens + price * seconds)
 ! test_planner.py::test_a_pass_must_bring_its_cost_with_the_probability_that_its_beams_are_reached
 # planner: a draft pass costs nothing
 -rest / gain if gain > 0

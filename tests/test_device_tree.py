@@ -317,7 +317,8 @@ def test_a_round_is_that_of_the_reference(kernels, seed, num_passes, has_block):
     assert_same_nodes(made, device, is_merged=True)
 
     nodes = torch.zeros(num_rows, MOST_NODES, dtype=torch.int32, device=DEVICE)
-    ranked = Ranked(nodes, torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes[:, 0]))
+    paths, needs = torch.zeros(nodes.shape, device=DEVICE), torch.zeros_like(nodes)
+    ranked = Ranked(nodes, paths, needs, torch.zeros_like(nodes[:, 0]))
     kernels.rank(pool, shape, device.caps, ranked)
     kernels.select(ranked, device.caps, numbers(TOTAL))
     rows = [Row(at, length=len(text) - 1) for at, text in zip(device.table_rows.tolist(), case.texts, strict=True)]
@@ -330,7 +331,7 @@ def test_a_round_is_that_of_the_reference(kernels, seed, num_passes, has_block):
 def check_step(device, ranked, expected):
     """The trees as a flat step, with padding behind them."""
     columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
-    texts, origins = device.texts, torch.zeros(2, 64, dtype=torch.int32, device=DEVICE)
+    texts, origins = device.texts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
     lay_out, tree = device.kernels.lay_out, (device.pool, device.shape, ranked, texts, device.table_rows)
     lay_out(*tree, columns, by_row, origins, SIZE)
     count, rows = expected.num_tokens, device.case.num_rows
@@ -340,7 +341,7 @@ def check_step(device, ranked, expected):
     assert columns[:, count:SIZE].tolist() == padding and by_row[:, rows].tolist() == [0] * 4
     wide, spread = MOST_NODES + 2, torch.full((6, 128), 77, dtype=torch.int32, device=DEVICE)
     starts = torch.zeros_like(by_row)
-    origins = torch.zeros(2, 128, dtype=torch.int32, device=DEVICE)
+    origins = torch.zeros(128, dtype=torch.int32, device=DEVICE)
     lay_out(*tree, spread, starts, origins, rows * wide, stride=wide)
     for row, (start, size) in enumerate(by_row[:2, :rows].T.tolist()):
         own, rest = spread[:, row * wide : (row + 1) * wide].split([size, wide - size], dim=1)

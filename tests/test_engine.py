@@ -355,7 +355,7 @@ def times_learned(engine, monkeypatch):
     learn = planner.learn
 
     def watched(outcome):
-        learned.append((outcome.step_seconds, outcome.propose_seconds + (outcome.rest_seconds or 0.0)))
+        learned.append((outcome.step_seconds, outcome.work_seconds))
         learn(outcome)
 
     monkeypatch.setattr(planner, "learn", watched)

@@ -1,5 +1,6 @@
 """Memory and calibration: what is learned, and that it is learned right."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -218,11 +219,12 @@ def test_overestimated_paths_count_for_less():
     """Two rows: nodes of 0.6 come true, of those of 0.1 every second one that should, of those of 0.001 none ever."""
     calibration = PathCalibration()
     assert set(calibration.ratios) == {1.0}
-    paths = torch.tensor([[1.0, 0.6, 0.1, 0.001, 0.001], [1.0, 0.6, 0.1, 0.1, 0.0]])
+    paths = np.array([[0.6, 0.1, 0.001, 0.001], [0.6, 0.1, 0.1, 0.0]], dtype=np.float32)
+    cells = calibration.cells(paths, [0, 0])
     for number in range(4000):
         first = [1] if number % 5 < 3 else []
         second = [1] if number % 5 < 3 else ([2] if number % 20 < 10 and number % 5 == 3 else [])
-        calibration.observe(paths, [first, second if number % 2 else first])
+        calibration.observe(paths, cells, paths > 0, [first, second if number % 2 else first], [0, 0])
     ratios = calibration.ratios
     assert ratios[0] == pytest.approx(1.0, abs=0.1)
     assert ratios[2] == ratios[0] and ratios[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is a sixteenth to an eighth"
@@ -230,7 +232,8 @@ def test_overestimated_paths_count_for_less():
     assert ratios[9] < ratios[5]
     other = PathCalibration()
     other.restore(calibration.state())
-    assert other.ratios == ratios
+    assert other.ratios.tolist() == ratios.tolist()
+    assert other.probabilities(paths, cells) == pytest.approx(paths * ratios[cells])
     others = {name: torch.zeros(len(ratios)).double() for name in ("hoped", "came")}
     others["hoped"][:2], others["came"][:2] = torch.tensor([1.0, 100.0]), torch.tensor([1.5, 140.0])
     other.restore(others)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from statistics import mode
 
 import numpy as np
 import pytest
 import torch
 
+from graft.model.noise import NUM_KINDS
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.planner import Outcome, PassGains, Planner
+from graft.spec_decode.planner import Outcome, Planner
 from graft.spec_decode.step_times import StepTimes, usual_shape
 
 SIZES = (16, 32, 64, 128, 256, 384, 512)
@@ -42,32 +44,39 @@ def planner_of(steps, num_passes=0, **options):
 
 def outcome_with(candidates, **changed):
     """A round of rows with these path probabilities, of which nothing was verified."""
-    num_rows = len(candidates)
+    num_rows, paths = len(candidates), np.array(candidates, dtype=np.float32)
+    none = np.zeros((3 * NUM_KINDS, 2, 4), dtype=np.int32)
     usual = dict(
         num_rows=num_rows,
         is_plain=False,
         tokens=num_rows,
         num_prefill_tokens=0,
         kinds=[0] * num_rows,
-        paths=np.array(candidates, dtype=np.float32),
+        paths=paths,
+        needs=np.zeros_like(paths, dtype=np.int32),
         num_nodes=np.zeros(num_rows, dtype=np.int32),
         nodes=[[]] * num_rows,
-        needs=np.zeros((num_rows, 0), dtype=np.int64),
-        reaches=[],
+        reaches=[float(num_rows)],
+        max_passes=9,
         num_passes=0,
-        tried=None,
-        fitted=None,
-        propose_seconds=0.0,
+        tried=none,
+        fitted=none,
         step_seconds=0.0,
-        rest_seconds=None,
+        work_seconds=0.0,
     )
     return Outcome(**(usual | changed))
 
 
 def planner_that_saw(path_probs):
-    """A planner that knows these step times, and has seen nodes of these path probabilities in every row."""
-    one = planner_of(known_steps())
-    one.learn(outcome_with([path_probs] * ROWS))
+    """A planner that knows these step times, after rounds with nodes of these path probabilities in every row."""
+    one, due = planner_of(known_steps()), np.random.default_rng(0).random((ROWS, len(path_probs)))
+    for _ in range(150):
+        size = one.plan([0] * ROWS, ROWS, SIZES[1:], 0).tokens
+        count = min(size // ROWS - 1, len(path_probs))
+        due[:, :count] += path_probs[:count]
+        nodes, due = [(np.flatnonzero(row >= 1) + 1).tolist() for row in due], due % 1  # each as often as it should be
+        made = dict(is_plain=count == 0, tokens=size, num_nodes=np.full(ROWS, count), nodes=nodes)
+        one.learn(outcome_with([path_probs] * ROWS, **made))
     return one
 
 
@@ -84,8 +93,9 @@ USELESS = [0.01] * 31
 @pytest.mark.parametrize("path_probs", [GOOD, POOR, USELESS])
 def test_without_prompts_the_round_with_the_most_tokens_per_second_is_chosen(path_probs):
     best = max(SIZES, key=lambda size: tokens_of(size, path_probs) / SECONDS[size])
-    plan = planner_that_saw(path_probs).plan([0] * ROWS, ROWS, SIZES[1:], 0)
-    assert plan.tokens == best
+    one = planner_that_saw(path_probs)
+    plans = [one.plan([0] * ROWS, ROWS, SIZES[1:], 0).tokens for _ in range(5)]
+    assert mode(plans) == best, "now and then others are tried"
     assert best == {id(GOOD): 256, id(POOR): 64, id(USELESS): 16}[id(path_probs)]
 
 
@@ -109,7 +119,7 @@ def test_trees_that_do_not_pay_are_tried_again_for_one_percent_of_the_time():
 def test_steps_longer_than_the_table_do_not_change_it():
     one = planner_that_saw(GOOD)
     before = one.steps.seconds(512)
-    one.learn(outcome_with([[]] * ROWS, is_plain=True, paths=None, num_prefill_tokens=2000, step_seconds=0.1))
+    one.learn(outcome_with([[]] * ROWS, is_plain=True, num_prefill_tokens=2000, step_seconds=0.1))
     assert one.steps.seconds(512) == before
 
 
@@ -175,11 +185,11 @@ def outcome_of(rows, size, num_passes):
     trees = [row.verified(num_passes, least) for row in rows]
     counts = np.array([len(tree) for tree in trees])
     paths = np.zeros((len(rows), 127), dtype=np.float32)
-    needs = np.zeros((len(rows), counts.max()), dtype=np.int64)
+    needs = np.zeros((len(rows), 127), dtype=np.int64)
     nodes = []
     for number, (row, own, tree) in enumerate(zip(rows, given, trees, strict=True)):
         paths[number, : len(own)] = row.paths[own]
-        needs[number, : len(tree)] = row.needs[tree]
+        needs[number, : len(own)] = row.needs[own]
         places = {int(node): place for place, node in enumerate(tree, start=1)}
         nodes.append([places[node] for node in itertools.takewhile(places.__contains__, row.accepted)])
     seconds = (0.3 + 0.17 * num_passes, SECONDS[padded(size)], 0.2)
@@ -189,11 +199,10 @@ def outcome_of(rows, size, num_passes):
         num_nodes=counts,
         nodes=nodes,
         needs=needs,
-        reaches=[sum(float(row.reaches[number]) for row in rows) for number in range(max(num_passes, 1))],
+        reaches=[sum(float(row.reaches[number]) for row in rows) for number in range(min(num_passes + 1, 9))],
         num_passes=num_passes,
-        propose_seconds=seconds[0] / 1000,
         step_seconds=seconds[1] / 1000,
-        rest_seconds=seconds[2] / 1000,
+        work_seconds=(seconds[0] + seconds[2]) / 1000,
     )
     return outcome, sum(seconds)
 
@@ -203,10 +212,10 @@ def rate_of(made):
     return tokens / sum(milliseconds for _, milliseconds in made)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_what_is_chosen_is_at_most_3_percent_slower_than_the_best_fixed_size_and_passes(num_rows):
     rng = np.random.default_rng(0)
-    rounds = [[Row(rng) for _ in range(num_rows)] for _ in range(500 if num_rows == 1 else 160)]
+    rounds = [[Row(rng) for _ in range(num_rows)] for _ in range({1: 500, 16: 160, 64: 80}[num_rows])]
     sizes = [size for size in SIZES if 2 * num_rows <= size <= 128 * num_rows]
     counted = rounds[len(rounds) // 2 :]  # after it has learned
     fixed = {
@@ -301,9 +310,8 @@ class Simulation:
                 tokens=num_rows + num_nodes,
                 num_nodes=counts,
                 nodes=nodes,
-                propose_seconds=noise * self.host(True) if looks else 0.0,
                 step_seconds=noise * self.seconds(num_rows + num_nodes),
-                rest_seconds=None if looks else noise * self.host(False),
+                work_seconds=noise * self.host(looks),
             )
         )
         return looks, chosen
@@ -441,72 +449,72 @@ def test_with_a_fixed_number_of_nodes_all_candidates_are_verified():
 # Draft passes
 
 
-def gains_after(num_rounds, reaches, values, passes=None, its_class=0):
-    passes = passes or PassGains(3)
+def planner_after(num_rounds, reaches, values, one=None, num_passes=3):
+    """A planner after rounds of one row with these values of 0, 1, 2 ... passes. A pass costs 0.2 tokens."""
+    one = one or planner_of(StepTimes(), num_passes, fixed=7, pass_cost=0.2)
     for _ in range(num_rounds):
-        passes.observe(reaches, values, its_class)
-    return passes
+        one._gains([0]).observe(np.array(values)[:, None], np.array(reaches), 3)
+    return one
 
 
 def test_a_pass_must_bring_its_cost_with_the_probability_that_its_beams_are_reached():
-    passes = gains_after(300, [1.0, 0.5], [0.1, 0.9, 1.15])
-    assert passes.thresholds(0.2, 1, 0)[:2] == pytest.approx([0.25, 0.4], rel=0.01)
+    one = planner_after(300, [1.0, 0.5, 0.0], [0.1, 0.9, 1.15])
+    assert one.thresholds([0], 8)[:2] == pytest.approx([0.25, 0.4], rel=0.01)
 
 
 def test_a_pass_that_was_made_for_nothing_is_made_again_once_its_cost_is_a_hundredth_of_the_time_since():
-    passes = gains_after(100, [1.0], [0.5, 0.5])
+    one = planner_after(300, [1.0, 1.0], [0.5, 0.5], num_passes=1)
     rounds = 0
-    while passes.thresholds(0.2, 1, 0)[0] > 1.0:
-        passes.observe([], [0.5], 0)
+    while one.thresholds([0], 8)[0] > 1.0:
+        planner_after(1, [1.0], [0.5], one)
         rounds += 1
-    assert 15 <= rounds <= 20, "0.2 tokens of 20 rounds"
-    assert gains_after(1, [1.0], [0.5, 0.5], passes).thresholds(0.2, 1, 0)[0] > 1.0, "it brought nothing: not twice"
+    assert 15 <= rounds <= 25, "0.2 tokens of 20 rounds"
+    planner_after(1, [1.0, 1.0], [0.5, 0.5], one)
+    assert one.thresholds([0], 8)[0] > 1.0, "it brought nothing: not twice"
 
 
-def test_gains_of_passes_are_kept_by_what_retrieval_brings():
-    """Where it brings much, a pass adds nothing; where it brings nothing, a pass pays."""
-    one = seeing(timed(StepTimes((), usual_shape("cuda")), 1, 2, 4), num_passes=1)
-    one.proposing.set(1, {0: 0.0, 1: 0.3})
-    for _ in range(100):
-        for retrieved, paths, needs in ((0.0, [0.9, 0.1], [1, 1]), (2.0, [0.9, 0.8], [0, 0])):
-            own = dict(needs=np.array([needs]), reaches=[1.0], num_passes=1, retrieved=retrieved)
-            one.learn(outcome_with([paths], num_nodes=np.array([2]), nodes=[[1, 2]], tokens=3, **own))
-    pays = [one.thresholds([0], retrieved=retrieved)[0] < 1.0 for retrieved in (0.0, 2.0)]
-    assert pays == [True, False]
-    assert one.thresholds([0], retrieved=0.0)[0] < one.thresholds([0])[0], "of all rounds together"
+def test_of_several_passes_that_do_not_pay_one_is_tried_at_a_time():
+    one = planner_after(300, [1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5])
+    planner_after(40, [1.0], [0.5], one)
+    assert [least < 1.0 for least in one.thresholds([0], 8)] == [True, False, False]
+
+
+def test_rounds_are_captured_with_the_passes_that_are_made_in_a_fifth_of_the_rounds():
+    one, limits = planner_of(known_steps(), 9), []
+    for num_passes in (2, 9):
+        for number in range(100):
+            made = num_passes if number % 3 == 0 else 1
+            made = min(made, one.plan([0], 1, [64], 0).max_passes)
+            values = np.arange(made + 1)[:, None] + np.zeros(len(one._gains([0]).nodes))
+            one._gains([0]).observe(values, np.ones(made + 1), one.plan([0], 1, [64], 0).max_passes)
+        limits.append(one.plan([0], 1, [64], 0).max_passes)
+    assert limits == [3, 9]
 
 
 def test_kinds_of_rows_learn_apart():
     one = seeing(timed(StepTimes((), usual_shape("cuda")), 1, 2), num_passes=1)
-    one.proposing.set(1, {0: 0.0, 1: 0.3})
+    one.work.set(1, {0: 0.0, 1: 0.3})
     for kind, path in ((0, 0.9), (3, 0.0)):
         for _ in range(50):
             own = dict(needs=np.array([[1]]), reaches=[1.0], num_passes=1, kinds=[kind])
             one.learn(outcome_with([[path]], num_nodes=np.array([1]), nodes=[[1]] if path else [[]], tokens=2, **own))
-    assert one.thresholds([0])[0] < 1.0 < one.thresholds([3])[0]
+    assert one.thresholds([0], 2)[0] < 1.0 < one.thresholds([3], 2)[0]
 
 
-# State
+# Times
 
 
-def test_what_was_learned_is_kept_and_comes_back():
+def test_times_are_kept_and_come_back():
     rng = np.random.default_rng(0)
-    one, other = planner_of(known_steps(), 9), planner_of(known_steps(), 9)
+    one, other = planner_of(known_steps(), 9), planner_of(StepTimes(SIZES), 9)
     for _ in range(20):
         one.learn(outcome_of([Row(rng)], 32, 3)[0])
-    other.restore(one.state())
     other.restore_times(one.times())
-    kinds, sizes = [0], [32, 64, 128]
-    assert other.plan(kinds, 16, sizes, 0)[:2] == one.plan(kinds, 16, sizes, 0)[:2]
-    known = one.thresholds(kinds, sizes)[:3]  # the others become likelier to be tried again, with time
-    assert other.thresholds(kinds, sizes)[:3] == pytest.approx(known, rel=0.1)
-    assert other.state().keys() == one.state().keys() == {"gains", "passes"}
+    assert [other.steps.seconds(size) for size in SIZES] == pytest.approx([one.steps.seconds(size) for size in SIZES])
+    assert other.pass_seconds(1) == pytest.approx(one.pass_seconds(1)) and other.work.at(1) == one.work.at(1)
 
 
-def test_a_state_of_another_version_or_drafter_is_left_out():
-    one = planner_of(known_steps(), 4)
-    before = one.thresholds([0], SIZES)
-    one.restore({"gain": torch.ones(4, 9), "passes": torch.ones(2, 7), "gains": torch.ones(3, 5)})
-    one.restore_times({"host_by_rows": torch.ones(2, 3), "pass_by_rows": torch.ones(1, 3)})
-    assert one.thresholds([0], SIZES) == before
-    assert planner_of(StepTimes(), 4).times() == {}, "nothing is known"
+def test_times_of_another_version_are_left_out():
+    one = planner_of(StepTimes(), 4)
+    one.restore_times({"host_by_rows": torch.ones(2, 3), "proposing": torch.ones(1, 3)})
+    assert one.times() == {}, "nothing is known"

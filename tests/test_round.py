@@ -200,11 +200,12 @@ class History:
         caps = [min(cap, shape.cap) for cap in caps]
         ranked = made.ranked(total, caps)
         assert found["reaches"][: len(self.reaches)].tolist() == self.reaches
-        paths = found["paths"][: shape.rows * shape.cap].view(shape.rows, -1)
+        paths, needs = (found[name][: shape.rows * shape.cap].view(shape.rows, -1) for name in ("paths", "needs"))
         for row, nodes in enumerate(made.rows):
-            likely = [float(path) for path in sorted((node.path for node in nodes[1:]), reverse=True) if path > 0]
+            likely = sorted((node for node in nodes[1:] if node.path > 0), key=lambda node: -node.path)
             likely = likely[: caps[row]]
-            assert paths[row].tolist() == likely + [0.0] * (shape.cap - len(likely))
+            assert paths[row].tolist() == [float(node.path) for node in likely] + [0.0] * (shape.cap - len(likely))
+            assert needs[row, : len(likely)].tolist() == [node.needs for node in likely]
             places = [0, *(place for its, place in ranked if its == row)]
             assert found["num_nodes"][row] == len(places) - 1
             children, strips = set(), []  # nodes whose strip goes on
@@ -215,13 +216,13 @@ class History:
                 goes_on = number > 0 and parent not in children
                 strips.append(strips[parent] + 1 if goes_on else 1)
                 children |= {parent} if number else set()
-                expected.append([node.token, parent, number, len(node.words), row, 0, node.source, node.needs])
+                expected.append([node.token, parent, number, len(node.words), row, 0, node.source])
             for number, strip in enumerate(strips):
                 expected[starts[row] + number][5] = strip if number in children else -strip
         count = len(expected)
         padding = [[0, 0, 0, 0, shape.rows, 0]] * (shape.tokens - count)
         assert columns.T.tolist() == [numbers[:6] for numbers in expected] + padding
-        assert found["origins"].T[:count].tolist() == [numbers[6:] for numbers in expected]
+        assert found["origins"][:count].tolist() == [numbers[6] for numbers in expected]
         sizes = [end - start for start, end in pairwise([*starts, count])]
         lengths = [len(text) - 1 for text in self.texts]
         assert by_row[:, :-1].tolist() == [starts, sizes, lengths, self.table_rows] and not by_row[:, -1].any()

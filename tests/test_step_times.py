@@ -6,7 +6,7 @@ import torch
 from graft import Engine
 from graft.model import TargetRunner
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.step_times import StepTimes, TimesByRows, usual_shape
+from graft.spec_decode.step_times import RECENT, StepTimes, WorkTimes, usual_shape
 from tiny import tiny_model
 
 GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -108,29 +108,52 @@ def test_sizes_that_were_too_slow_to_time_are_guesses(monkeypatch):
     assert steps.seconds(64) == pytest.approx(8.0) and steps.seconds(512) > 8.0, "then the usual shape goes on"
 
 
-def test_times_by_rows_are_medians_of_rounds_with_about_as_many_rows():
-    times = TimesByRows()
-    assert times.at(5) == (0.0, 0.0) and times.at(5, guess=0.2) == (0.0, 0.2)
+def work_times():
+    """Of a machine whose level is one second: a step of one token."""
+    steps = StepTimes((), usual_shape("cpu"))
+    for _ in range(RECENT):
+        steps.observe(1, 1.0)
+    return WorkTimes(steps), steps
+
+
+def test_times_of_work_are_medians_of_rounds_with_about_as_many_rows():
+    times, _ = work_times()
+    assert times.at(5) == (0.0, 0.0, 0.0) and times.at(5, guess=0.2) == (0.0, 0.0, 0.2)
     for num_rows in (1, 64, 16, 4) * 20:
         times.observe(num_rows, 0, 2.0 + 0.5 * num_rows)
-    assert [times.at(rows)[0] for rows in (1, 4, 13, 16, 64)] == pytest.approx([2.5, 4.0, 10.0, 10.0, 34.0])
-    assert times.at(500)[0] == pytest.approx(34.0), "the nearest that is known"
+        times.observe(num_rows, -1, 0.1 * num_rows)
+    assert [times.at(rows).start for rows in (1, 4, 13, 16, 64)] == pytest.approx([2.5, 4.0, 10.0, 10.0, 34.0])
+    assert [times.at(rows).plain for rows in (1, 13, 64)] == pytest.approx([0.1, 1.6, 6.4])
+    assert times.at(500).start == pytest.approx(34.0), "the nearest that is known"
     times.observe(16, 0, 1000.0)
-    assert times.at(16)[0] == pytest.approx(10.0), "a hiccup"
+    assert times.at(16).start == pytest.approx(10.0), "a hiccup"
 
 
 def test_a_fixed_part_and_a_part_for_each_pass_are_told_apart():
-    times = TimesByRows()
+    times, steps = work_times()
     times.observe(1, 3, 1.5)
-    assert times.at(1, guess=0.1) == (0.0, 0.5), "one number of passes: they take all of the time"
+    assert times.at(1, guess=0.1) == (0.0, 0.0, 0.5), "one number of passes: they take all of the time"
     for passes in (0, 2, 5, 3) * 3:
         times.observe(1, passes, 0.3 + 0.4 * passes)
-    assert times.at(1) == pytest.approx((0.3, 0.4))
+    assert times.at(1) == pytest.approx((0.0, 0.3, 0.4))
     times.observe(1, 8, 90.0)
-    assert times.at(1) == pytest.approx((0.3, 0.4)), "a single observation may be an outlier"
-    other = TimesByRows()
+    assert times.at(1) == pytest.approx((0.0, 0.3, 0.4)), "a single observation may be an outlier"
+    other = WorkTimes(steps)
     other.restore(times.state())
-    assert other.at(1)[1] > 0.4 and other.state().shape == times.state().shape
+    assert other.at(1).each > 0.4 and other.state().shape == times.state().shape
+
+
+def test_on_a_busy_machine_other_work_is_expected_to_take_as_much_longer_as_steps():
+    times, steps = work_times()
+    for _ in range(RECENT):
+        times.observe(1, 0, 0.5)
+    for _ in range(RECENT):
+        steps.observe(1, 3.0)
+    assert times.at(1).start == pytest.approx(1.5)
+    for _ in range(RECENT):
+        times.observe(1, 0, 1.5)
+        steps.observe(1, 1.0)
+    assert times.at(1).start == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_machine_is_measured_once():

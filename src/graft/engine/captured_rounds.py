@@ -183,9 +183,18 @@ class CapturedRounds:
             chunk.row.length += len(chunk.tokens)
         draft_rows = list(batch.draft.rows) if self._drafter is not None else [None] * num_rows
         is_usual = setups == num_setups_of(target, self._drafter)
-        of_rows = (list(batch.sequences), list(rows), draft_rows)
+        of_rows = (list(batch.sequences), list(rows), draft_rows, kinds)
         flight = Flight(
-            *of_rows, kinds, shape, num_prefill, results.parts, marks, results.event, is_usual, adjusted, report
+            *of_rows,
+            shape,
+            plan.max_passes,
+            num_prefill,
+            results.parts,
+            marks,
+            results.event,
+            is_usual,
+            adjusted,
+            report,
         )
         return flight, read
 

@@ -30,7 +30,6 @@ from graft.spec_decode.planner import Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.tree.device.buffers import Ranked
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape
-from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.engine.captured_rounds import CapturedRounds
@@ -276,13 +275,13 @@ class DeviceRounds:
 
         def learn() -> None:
             try:
-                self._count(flight, clock, nodes, num_passes, tree)
+                self._count(flight, clock, nodes, num_passes)
             except Exception:  # learning affects only speed, so no answer may fail
                 _log.exception("learning from a round failed")
 
         return learn
 
-    def _count(self, flight: Flight, clock: Clock, nodes: list[list[int]], num_passes: int, tree: DraftTree) -> None:
+    def _count(self, flight: Flight, clock: Clock, nodes: list[list[int]], num_passes: int) -> None:
         """Learn from a round's times and outcome."""
         before, proposed, verified, finished = flight.marks
         ended, self._ended = self._ended, finished
@@ -294,28 +293,27 @@ class DeviceRounds:
         pause = seconds_between(ended, before) if ended is not None else 0.0
         is_usual = flight.is_usual and 0 <= pause < seconds[1]
         found, num_rows, shape = flight.results, len(flight.rows), flight.shape
-        cap = shape.cap
-        paths = found["paths"][: shape.rows * cap].reshape(shape.rows, cap)[:num_rows]
-        rest = seconds[2] + pause + (seconds[0] if shape.is_plain else 0.0)
+        size = shape.rows * shape.cap
+        paths, needs = (found[name][:size].reshape(shape.rows, -1)[:num_rows].copy() for name in ("paths", "needs"))
+        first = num_rows if flight.reach is None else flight.reach
         self.planner.learn(
             Outcome(
                 num_rows=num_rows,
                 is_plain=shape.is_plain,
                 tokens=flight.num_tokens,
                 num_prefill_tokens=flight.num_prefill_tokens,
-                paths=paths.copy(),
+                paths=paths,
+                needs=needs,
                 num_nodes=found["num_nodes"][:num_rows].copy(),
                 nodes=nodes,
-                needs=flight.needs if flight.needs is not None else tree.score_bucket.numpy()[:, 1:],
-                reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
+                reaches=[first, *found["reaches"][1 : num_passes + 1].tolist()],
+                max_passes=flight.max_passes,
                 num_passes=num_passes,
                 kinds=flight.kinds,
                 tried=found["tried"],
                 fitted=found["fitted"],
-                propose_seconds=seconds[0] if is_usual else 0.0,
                 step_seconds=seconds[1] if is_usual else 0.0,
-                rest_seconds=rest if is_usual else None,
-                retrieved=flight.retrieved,
+                work_seconds=seconds[0] + seconds[2] + pause if is_usual else 0.0,
                 confidences=found["confidences"][:num_rows].copy(),
             )
         )

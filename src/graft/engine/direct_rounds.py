@@ -109,10 +109,8 @@ class DirectRounds:
         results.numbers.copy_(round.results)
         is_usual = setups == num_setups_of(target, rounds.drafter)
         of_rows = (list(batch.sequences), list(rows), [None] * num_rows, kinds)
-        flight = Flight(*of_rows, shape, num_prefill, results.parts, marks, results.event, is_usual)
-        flight.draft, flight.size, flight.retrieved = batch.draft, size, passes.retrieved
-        if draft is not None:
-            flight.needs = round.needs(shape)[:num_rows].cpu().numpy()
+        flight = Flight(*of_rows, shape, plan.max_passes, num_prefill, results.parts, marks, results.event, is_usual)
+        flight.draft, flight.size, flight.reach = batch.draft, size, passes.reach
         if batch.draft is not None or any(sequence.settings.logprobs is not None for sequence in batch.sequences):
             flight.verified = _output_of(output, columns, starts, sizes)
         if not shape.is_plain and any(sequence.is_recorded for sequence in batch.sequences):
@@ -143,7 +141,7 @@ class _Passes:
         self._rounds, self._batch, self._draws = rounds, batch, draws
         self._shape, self._max_depth, self._max_passes = shape, max_depth, max_passes
         self._round, self._kinds = round, kinds
-        self.retrieved: float | None = None  # see `Outcome`
+        self.reach: float | None = None  # before the first pass; None: not known
 
     def __call__(self, add_level: AddLevel) -> None:
         rounds, round, state = self._rounds, self._round, self._batch.draft
@@ -160,15 +158,15 @@ class _Passes:
         round.made[num_passes:] = 0
 
     def _plan(self) -> None:
-        """Choose the thresholds of the passes, now that the copies below the roots are known."""
-        planner, num_rows = self._rounds.planner, len(self._kinds)
-        if planner is None or not planner.sees_candidates:
-            return
-        if planner.fixed is None:
-            self.retrieved = self._round.retrieved(self._shape) / num_rows
-        thresholds = planner.thresholds(self._kinds, (), self.retrieved)
-        self._round.inputs["thresholds"][: len(thresholds)].copy_(torch.tensor(thresholds))
-        self._round.made[0] = num_rows > thresholds[0]
+        """Decide about the first pass, now that the copies below the roots are known.
+
+        A pass adds little where a token or more is copied.
+        """
+        planner = self._rounds.planner
+        if planner is not None and planner.sees_candidates:
+            retrieved = self._round.retrieved(self._shape)[: len(self._kinds)]
+            self.reach = float(np.maximum(1 - retrieved, 0).sum())
+            self._round.made[0] = self.reach > float(self._round.inputs["thresholds"][0])
 
 
 def _are_greedy(batch: Batch) -> bool:

@@ -29,6 +29,7 @@ class Flight:
     draft_rows: list[Any]  # the drafter's own rows; None without a drafter
     kinds: list[int]  # by row, see `RowDraws.kind`
     shape: RoundShape
+    max_passes: int  # draft passes that could be made
     num_prefill_tokens: int
     results: dict[str, np.ndarray]
     marks: Sequence[Any]  # events: before, proposed, verified, finished
@@ -40,8 +41,7 @@ class Flight:
     verified: VerifyOutput | None = None
     draft: Any = None
     size: int | None = None  # tokens of the trees; None: those of the shape
-    needs: np.ndarray | None = None  # [rows, cap] draft passes that each of the likeliest nodes needed
-    retrieved: float | None = None  # see `Outcome`
+    reach: float | None = None  # before the first draft pass; None: the number of rows
 
     @property
     def num_tokens(self) -> int:
@@ -64,10 +64,9 @@ class Flight:
         width, ends = int(widths.max()), np.cumsum(widths)
         rows = np.repeat(np.arange(num_rows), widths)
         places = np.arange(int(ends[-1])) - np.repeat(ends - widths, widths)
-        columns = np.zeros((5, num_rows, width), dtype=np.int64)
-        columns[3] = PADDING
-        flat = (*found["step"], found["origins"][0], found["origins"][1])
-        for column, values in zip((0, 1, 3, 4), flat, strict=True):
-            columns[column, rows, places] = values[: len(rows)]
-        tokens, parents, _, sources, needs = (torch.from_numpy(part) for part in columns)
-        return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, needs)
+        columns = np.zeros((4, num_rows, width), dtype=np.int64)
+        columns[2] = PADDING
+        for column, values in zip(columns, (*found["step"], found["origins"]), strict=False):
+            column[rows, places] = values[: len(rows)]
+        tokens, parents, sources, buckets = (torch.from_numpy(part) for part in columns)
+        return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, buckets)

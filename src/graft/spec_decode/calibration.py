@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -115,35 +114,42 @@ class PathCalibration:
 
     def __init__(self) -> None:
         self._expected, self._accepted = np.zeros((2, NUM_KINDS * _NUM_POWERS))
-        self.ratios = array("d", [1.0] * (NUM_KINDS * _NUM_POWERS))  # kind after kind
+        self.ratios = np.ones(NUM_KINDS * _NUM_POWERS)  # kind after kind
 
-    def observe(self, paths: Tensor, nodes: Sequence[Sequence[int]], kinds: Sequence[int] | None = None) -> None:
+    def cells(self, paths: np.ndarray, kinds: Sequence[int]) -> np.ndarray:
+        """[rows, nodes] the place of each node's ratio. paths: their path probabilities. kinds: by row."""
+        return np.clip(-np.frexp(paths)[1], 0, _NUM_POWERS - 1) + _NUM_POWERS * np.array(kinds)[:, None]
+
+    def probabilities(self, paths: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Calibrated path probabilities."""
+        return paths * self.ratios[cells]
+
+    def observe(
+        self,
+        paths: np.ndarray,
+        cells: np.ndarray,
+        is_verified: np.ndarray,
+        nodes: Sequence[Sequence[int]],
+        kinds: Sequence[int],
+    ) -> None:
         """Count a round's nodes.
 
-        paths: [B, W] path probabilities of the verified trees, 0 for padding. nodes: by row, the accepted nodes
-        without the root. kinds: by row; None: all are greedy.
+        is_verified: which of them were in the trees. nodes: by row, the accepted ones, counted from 1.
         """
-        tree = paths.numpy()
-        powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)
-        powers[:, 0] = 0
-        if kinds is not None:
-            powers += _NUM_POWERS * np.array(kinds)[:, None]
-        weights = tree.astype(np.float64)
-        weights[:, 0] = 0.0
-        self._expected += np.bincount(powers.ravel(), weights.ravel(), minlength=len(self._expected))
+        size = len(self._expected)
+        self._expected += np.bincount(cells[is_verified], paths[is_verified], size)
         rows = [row for row, path in enumerate(nodes) for _ in path]
-        columns = [node for path in nodes for node in path]
-        self._accepted += np.bincount(powers[rows, columns], minlength=len(self._expected))
+        columns = [node - 1 for path in nodes for node in path]
+        self._accepted += np.bincount(cells[rows, columns], minlength=size)
         fading = np.minimum(_PATH_MEMORY / np.maximum(self._expected, 1e-9), 1.0)
         self._expected *= fading
         self._accepted *= fading
-        self._update(set(kinds) if kinds is not None else {NOT_SAMPLED})
+        self._update(set(kinds))
 
     def _update(self, kinds: Iterable[int] = range(NUM_KINDS)) -> None:
         counts = np.stack([self._expected, self._accepted], axis=1).reshape(NUM_KINDS, _NUM_POWERS, 2)
         for kind in kinds:
-            own = _falling_ratios(counts[kind].tolist())
-            self.ratios[kind * _NUM_POWERS : (kind + 1) * _NUM_POWERS] = array("d", own)
+            self.ratios[kind * _NUM_POWERS : (kind + 1) * _NUM_POWERS] = _falling_ratios(counts[kind].tolist())
 
     def state(self) -> dict[str, Tensor]:
         return {"hoped": torch.from_numpy(self._expected.copy()), "came": torch.from_numpy(self._accepted.copy())}

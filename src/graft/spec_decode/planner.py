@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,25 +23,20 @@ from torch import Tensor
 from graft.model.noise import NUM_KINDS
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
-from graft.spec_decode.step_times import StepTimes, TimesByRows, row_class
+from graft.spec_decode.step_times import StepTimes, WorkTimes, row_class
 
 WASTE = 0.01  # share of the time that trying in vain may cost
 WEIGHT = 0.05  # of each new round in running means: a text is known after some twenty rounds
-# A draft pass adds less where retrieval has proposed much: gains are kept by retrieval's own expected tokens of a row.
-RETRIEVED = (0.02, 0.2, 0.6)  # limits between the classes
-_ANY = len(RETRIEVED) + 1  # the class of all rounds together, for plans that do not know this round's retrieval
-# Gains of a draft pass until it is tried, by class. High, since what is tried is soon known; less beside likely copies.
-_FIRST_PASS_GAINS = (0.6, 0.5, 0.4, 0.1, 0.6)
-# After a pass, what retrieval proposed is confirmed or refuted, and so looks worth more than before: on training
-# prompts of the default model, 0.45 tokens a round instead of 0.26. A pass is credited with that, unless retrieval was
-# sure.
+_NODES = np.array([0.0, *2.0 ** np.arange(-1, 7.5, 0.5)])  # a row's, for which gains are kept
+_FEW = np.array([3.0])  # where the host chooses their number
+_FIRST_GAINS = np.log2(1 + _NODES) / 2  # accepted tokens of a row without draft passes, until they are learned
+_FIRST_PASS_GAIN = 0.6  # of a draft pass until it is tried: high, since what is tried is soon known
+# A pass confirms or refutes what is proposed, so the best of it looks worth more than before: on training prompts of
+# the default model, retrieval 0.45 tokens a round instead of 0.26. Where the host sees it, a pass is credited with that.
 _CONFIRMED = 0.2
+_PRIOR = 4  # rounds that first gains count for: a single round says little
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes, to save memory
-_PASS_MARGIN = 0.5  # passes that a captured round may make beyond the running mean
-_NODES = np.array(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 127.0]
-)  # a row's, for which gains are kept
-_FIRST_GAINS = np.log2(1 + _NODES) / 2  # accepted tokens of a row by number of nodes, until they are learned
+_SELDOM = 0.2  # share of rounds below which a pass is not captured: skipping one costs a sixth of making it
 
 
 class Plan(NamedTuple):
@@ -61,19 +56,18 @@ class Outcome:
     tokens: int  # of the step, with padding, without prompts
     num_prefill_tokens: int
     kinds: Sequence[int]  # by row, see `RowDraws.kind`
-    paths: np.ndarray | None  # [rows, cap] path probabilities of the likeliest nodes, best first; None: not known
+    paths: np.ndarray  # [rows, cap] path probabilities of the likeliest nodes, best first
+    needs: np.ndarray  # [rows, cap] draft passes that each of them needed
     num_nodes: np.ndarray  # [rows] how many of these were verified
     nodes: Sequence[Sequence[int]]  # by row: the accepted nodes, counted from 1
-    needs: np.ndarray  # [rows, at most cap] draft passes that each node of `paths` needed; of further ones unknown
-    reaches: Sequence[float]  # reach of the beams of each pass that was made
-    num_passes: int
-    tried: np.ndarray | None  # candidates whose parents were accepted, by cell of the calibration table; None: counted
-    fitted: np.ndarray | None  # how many of these were accepted
-    propose_seconds: float  # 0 if unknown
+    reaches: Sequence[float]  # reach of the beams of each pass that was made, and of the next one
+    max_passes: int  # that could be made
+    num_passes: int  # that were made
+    tried: np.ndarray  # candidates whose parents were accepted, by cell of the calibration table
+    fitted: np.ndarray  # how many of these were accepted
     step_seconds: float  # 0 if unknown
-    rest_seconds: float | None  # of the accept phase, and of the pause before the round; None: unknown, or in the above
+    work_seconds: float  # of all else: proposing, accepting, and the pause before the round; 0 if unknown
     confidences: np.ndarray | None = None  # [rows, gates] see `results_layout`
-    retrieved: float | None = None  # expected tokens of a row by retrieval alone, if the passes were planned with it
 
 
 class Planner:
@@ -101,17 +95,13 @@ class Planner:
         self.calibration, self.path_calibration = calibration, path_calibration
         self.sees_candidates = sees_candidates
         self.padded: Callable[[int], int] = int  # from a number of tokens to the size of their step
-        self.proposing, self.rest, self.plain_rest = TimesByRows(), TimesByRows(), TimesByRows()
+        self.work = WorkTimes(steps)
         self.restart()
 
     def restart(self) -> None:
         """Forget how rounds went, but keep times."""
-        self._gains: dict[_Key, np.ndarray] = {}  # [_NODES] accepted tokens of a row
-        # Of a row: accepted tokens, time and profit; the last two in plain rounds.
-        self._rounds: dict[_Key, np.ndarray] = {}
-        self._passes: dict[_Key, PassGains] = {}
+        self._known: dict[_Key, Gains] = {}
         self._since_trees = 0  # plain rounds since the last one with a tree
-        self._usual_passes = self.num_passes / 2  # running mean over rounds with trees
 
     # The next round
 
@@ -122,38 +112,36 @@ class Planner:
         `padded_rows` tokens. Where the host sees the candidates, the plan's size is the largest that `choose` may take.
         """
         num_rows, plain = len(kinds), Plan(padded_rows, 0, [0.0] * (self.num_passes + 2))
+        base = padded_rows + num_prefill_tokens
         if self.fixed is not None and sizes:
-            return self._with_passes(self.fixed_size(num_rows, sizes), kinds, sizes)
+            return self._with_passes(self.fixed_size(num_rows, sizes), kinds)
         if not self.sees_candidates:
-            base = padded_rows + num_prefill_tokens
             sizes = [size for size in sizes if self._is_near(size + num_prefill_tokens, base)] or sizes[:1]
         if not sizes or not self.steps.is_known:
             return plain
-        price = self._price(kinds, sizes)
-        if self.sees_candidates:
-            size = sizes[-1]
-            usual = _nearest(self._rounds, _key(kinds))
-            loss = -num_rows * float(usual[2]) if usual is not None else 0.0
-        else:
-            net = [
-                self._tokens(kinds, size) - price * self._seconds(num_rows, size, num_prefill_tokens) for size in sizes
-            ]
-            size = sizes[int(np.argmax(net))]
-            loss = num_rows - price * self._plain_seconds(num_rows, num_prefill_tokens) - max(net)
+        gains, work = self._gains(kinds), self.work.at(num_rows, self._pass_guess(num_rows))
+        price, plain_price = self._price(kinds), num_rows / self.plain_seconds(num_rows)
+        num_nodes = (np.array(sizes) - num_rows) / num_rows
+        tokens, passes = gains.expected(num_nodes, price * work.each / num_rows)
+        seconds = work.start - work.plain + work.each * passes
+        if not self.sees_candidates:
+            seconds += self._more_seconds(base, [size + num_prefill_tokens for size in sizes])
+        at = int(np.argmax(num_rows * tokens - price * seconds))
+        loss = plain_price * seconds[at] - num_rows * tokens[at]
         self._since_trees += 1
         if loss > WASTE * self._since_trees * num_rows:
             return plain
         self._since_trees = 0
-        return self._with_passes(size, kinds, sizes)
+        return self._with_passes(sizes[-1] if self.sees_candidates else sizes[at], kinds)
 
-    def _with_passes(self, size: int, kinds: Sequence[int], sizes: Sequence[int]) -> Plan:
-        thresholds = self.thresholds(kinds, sizes)
-        limit = self.num_passes
+    def _with_passes(self, size: int, kinds: Sequence[int]) -> Plan:
+        thresholds, limit = self.thresholds(kinds, size), self.num_passes
         if not self.sees_candidates:  # captured
-            most = self._usual_passes + _PASS_MARGIN
-            limit = next((limit for limit in self.pass_limits if limit >= most), self.pass_limits[-1])
-            if not thresholds or thresholds[0] >= len(kinds):
-                limit = 0
+            limit = 0
+            if thresholds and thresholds[0] < len(kinds):
+                *less, limit = [own for own in self.pass_limits if own]
+                wanted = self._gains(kinds).made
+                limit = next((own for own in less if wanted[own] < _SELDOM), limit)
         return Plan(size, limit, [*thresholds[:limit], *[math.inf] * (self.num_passes + 2 - limit)])
 
     def fixed_size(self, num_rows: int, sizes: Sequence[int]) -> int:
@@ -169,19 +157,20 @@ class Planner:
             return [self.fixed_passes]
         return [0, *range(_PASS_STRIDE, self.num_passes, _PASS_STRIDE), self.num_passes] if self.num_passes else [0]
 
-    def thresholds(
-        self, kinds: Sequence[int], sizes: Sequence[int] = (), retrieved: float | None = None
-    ) -> list[float]:
-        """By draft pass, the reach above which it pays.
+    def thresholds(self, kinds: Sequence[int], size: int) -> list[float]:
+        """By draft pass, the reach above which it pays in a round whose step has `size` tokens.
 
-        The reach is P(one of a row's beams is accepted), summed over the rows. sizes: see `plan`. retrieved: expected
-        tokens of a row by retrieval alone, where it is known before the passes.
+        The reach is P(one of a row's beams is accepted), summed over the rows.
         """
         if self.fixed_passes is not None:
             return [-1.0] * self.fixed_passes + [math.inf] * (self.num_passes - self.fixed_passes)
-        cost = self._price(kinds, sizes) * self.pass_seconds(len(kinds))
-        known = self._known_passes(kinds).thresholds(cost, len(kinds), _class_of(retrieved))
-        is_timed = self.fixed is not None or self.proposing.has_passes or not self.sees_candidates
+        num_rows, gains = len(kinds), self._gains(kinds)
+        rests = self._price(kinds) * self.pass_seconds(num_rows) - WASTE * num_rows * gains.since
+        known = [
+            rest / gain if gain > 0 else math.copysign(math.inf, rest)
+            for rest, gain in zip(rests.tolist(), gains.by_pass((size - num_rows) / num_rows).tolist(), strict=True)
+        ]
+        is_timed = self.fixed is not None or self.work.has_passes or not self.sees_candidates
         # The first pass tells what passes cost; on a GPU all are cheap.
         return known if is_timed else [*known[:1], *[math.inf] * (self.num_passes - 1)]
 
@@ -190,37 +179,33 @@ class Planner:
 
         paths: [rows, cap] path probabilities, best first. kinds: by row. Proposing is already paid.
         """
-        gains = np.cumsum(self._expected(paths, kinds)[0])
         if self.fixed is not None:
             return int(np.count_nonzero(paths))
+        probs = self.path_calibration.probabilities(paths, self.path_calibration.cells(paths, kinds))
+        probs = np.sort(probs, axis=None)[::-1]
         counts, costs = self._node_costs(kinds, num_prefill_tokens)
-        return int(min(counts[int(np.argmax(_at(gains, counts) - costs))], np.count_nonzero(paths)))
+        return int(min(counts[int(np.argmax(_sums(probs, counts) - costs))], np.count_nonzero(paths)))
 
-    # What is expected
+    # Times and the price
 
     def plain_seconds(self, num_rows: int) -> float:
         """Expected seconds of a plain round; with a fixed number of nodes, of any round without a draft pass."""
-        return 1.0 if self.fixed is not None else self._plain_seconds(num_rows, 0)
-
-    def _plain_seconds(self, num_rows: int, num_prefill_tokens: int) -> float:
-        return self._step_seconds(num_rows + num_prefill_tokens) + self.plain_rest.at(num_rows)[0]
-
-    def _seconds(self, num_rows: int, size: int, num_prefill_tokens: int) -> float:
-        """Expected seconds of a round with trees and the usual number of passes."""
-        return self._step_seconds(size + num_prefill_tokens) + self._work_seconds(num_rows, self._usual_passes)
-
-    def _step_seconds(self, num_tokens: int) -> float:
-        return self.steps.seconds(self.padded(num_tokens))
-
-    def _work_seconds(self, num_rows: int, num_passes: float) -> float:
-        """Expected seconds of a round with trees, except the step."""
-        start, own = self.proposing.at(num_rows, USUAL_PASS_COST * self._step_seconds(num_rows))
-        return start + num_passes * own + self.rest.at(num_rows)[0]
+        if self.fixed is not None:
+            return 1.0
+        return self.steps.seconds(self.padded(num_rows)) + self.work.at(num_rows).plain
 
     def pass_seconds(self, num_rows: int) -> float:
         if self.fixed is not None:
             return self.pass_cost or 0.0
-        return self.proposing.at(num_rows, USUAL_PASS_COST * self._step_seconds(num_rows))[1]
+        return self.work.at(num_rows, self._pass_guess(num_rows)).each
+
+    def _pass_guess(self, num_rows: int) -> float:
+        return USUAL_PASS_COST * self.steps.seconds(self.padded(num_rows))
+
+    def _more_seconds(self, base: int, sizes: Sequence[int]) -> np.ndarray:
+        """What steps of these sizes take longer than one of `base` tokens."""
+        times = np.array([self.steps.seconds(self.padded(size)) for size in (base, *sizes)])
+        return times[1:] - times[0]
 
     def _is_near(self, num_tokens: int, base: int) -> bool:
         """Whether a step is at most two sizes larger than a plain one and all timed ones; else its time is a guess.
@@ -231,24 +216,13 @@ class Planner:
         place = bisect_right(sizes, self.padded(max(self.steps.largest, base))) + 1
         return self.padded(num_tokens) <= sizes[min(place, len(sizes) - 1)]
 
-    def _tokens(self, kinds: Sequence[int], size: int) -> float:
-        """Expected tokens of a round with this size."""
-        gains, num_rows = _nearest(self._gains, _key(kinds)), len(kinds)
-        gain = np.interp((size - num_rows) / num_rows, _NODES, _FIRST_GAINS if gains is None else gains)
-        return num_rows * (1 + float(gain))
+    def _price(self, kinds: Sequence[int]) -> float:
+        """Tokens per second of recent rounds, at least of a plain one.
 
-    def _price(self, kinds: Sequence[int], sizes: Sequence[int]) -> float:
-        """Tokens per second of the best usual round without prompts, at least of a plain one.
-
-        Prompts must be read anyway, and tokens decoded beside them save later rounds.
+        Prompts in a step do not count: they must be read anyway.
         """
-        num_rows = len(kinds)
-        plain = num_rows / self.plain_seconds(num_rows)
-        if self.sees_candidates or self.fixed is not None:
-            usual = _nearest(self._rounds, _key(kinds))
-            return plain if usual is None else plain * max(float((1 + usual[0]) / usual[1]), 1.0)
-        sizes = sizes or [size for size in self.steps.sizes if size > num_rows]
-        return max(plain, *(self._tokens(kinds, size) / self._seconds(num_rows, size, 0) for size in sizes))
+        gains, num_rows = self._gains(kinds), len(kinds)
+        return num_rows / self.plain_seconds(num_rows) * max((1 + gains.gain) / (1 + gains.time), 1.0)
 
     def _node_costs(self, kinds: Sequence[int], num_prefill_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of nodes that a round may verify, from 0 on, and the cost of each in tokens.
@@ -257,16 +231,17 @@ class Planner:
         """
         base = len(kinds) + num_prefill_tokens
         sizes = [size for size in self.steps.sizes if size > base and self._is_near(size, base)]
-        times = np.array([self._step_seconds(size) for size in (base, *sizes)])
-        return np.array([0, *(size - base for size in sizes)]), self._price(kinds, ()) * (times - times[0])
+        costs = self._price(kinds) * self._more_seconds(base, (base, *sizes))
+        return np.array([0, *(size - base for size in sizes)]), costs
 
-    def _expected(self, paths: np.ndarray, kinds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Acceptance probabilities of all rows' nodes, the likeliest first, and their order: flat places in `paths`."""
-        ratios = np.array(self.path_calibration.ratios)
-        num_powers = len(ratios) // NUM_KINDS
-        powers = np.clip(-np.frexp(paths)[1], 0, num_powers - 1) + num_powers * np.array(kinds)[:, None]
-        order = np.argsort(-paths.ravel(), kind="stable")
-        return (paths * ratios[powers]).ravel()[order], order
+    def _gains(self, kinds: Sequence[int]) -> Gains:
+        """What rounds like this one bring: with rows of the commonest kind, and about as many."""
+        key = max(range(NUM_KINDS), key=kinds.count), row_class(len(kinds))
+        if key not in self._known:
+            near = min(self._known, key=lambda other: (other[0] != key[0], abs(other[1] - key[1])), default=None)
+            nodes = _FEW if self.sees_candidates or self.fixed is not None else _NODES
+            self._known[key] = Gains(self.num_passes, nodes, self._known[near] if near is not None else None)
+        return self._known[key]
 
     # Learning
 
@@ -275,187 +250,131 @@ class Planner:
         if self.calibration is None:
             return
         if outcome.step_seconds > 0 and self.fixed is None:
-            self._learn_times(outcome)
-        if outcome.is_plain or outcome.paths is None:
+            size = self.padded(outcome.tokens + outcome.num_prefill_tokens)
+            self.steps.observe(size, outcome.step_seconds)
+            self.work.observe(outcome.num_rows, -1 if outcome.is_plain else outcome.num_passes, outcome.work_seconds)
+        gains = self._gains(outcome.kinds)
+        if outcome.is_plain:
+            gains.count_round(0.0, 0.0)
             return
-        if outcome.tried is not None and outcome.fitted is not None:
-            self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted))
-        self._usual_passes += WEIGHT * (outcome.num_passes - self._usual_passes)
-        expected, order = self._expected(outcome.paths, outcome.kinds)
-        self._learn_gains(outcome, expected)
-        self._learn_passes(outcome, expected, order)
-        is_verified = np.arange(outcome.paths.shape[1]) < outcome.num_nodes[:, None]
-        verified = np.where(is_verified, outcome.paths, 0.0)[:, : int(outcome.num_nodes.max())]
-        paths = np.concatenate([np.ones((len(verified), 1), verified.dtype), verified], axis=1)
-        self.path_calibration.observe(torch.from_numpy(paths), outcome.nodes, outcome.kinds)
+        self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted))
+        cells = self.path_calibration.cells(outcome.paths, outcome.kinds)
+        probs = self.path_calibration.probabilities(outcome.paths, cells)
+        is_verified = np.arange(probs.shape[1]) < outcome.num_nodes[:, None]
+        self._learn_gains(gains, outcome, probs, float(probs[is_verified].sum()))
+        self.path_calibration.observe(outcome.paths, cells, is_verified, outcome.nodes, outcome.kinds)
 
-    def _learn_times(self, outcome: Outcome) -> None:
-        num_rows = outcome.num_rows
-        self.steps.observe(self.padded(outcome.tokens + outcome.num_prefill_tokens), outcome.step_seconds)
-        # The host's work counts for no more than a step at first: the round before may have ended long ago.
-        rest = self.plain_rest if outcome.is_plain else self.rest
-        if outcome.rest_seconds is not None:
-            rest.observe(num_rows, 0, min(outcome.rest_seconds, outcome.step_seconds))
-        if outcome.propose_seconds > 0:
-            self.proposing.observe(num_rows, outcome.num_passes, outcome.propose_seconds)
-
-    def _learn_gains(self, outcome: Outcome, expected: np.ndarray) -> None:
-        num_rows, key = outcome.num_rows, _key(outcome.kinds)
-        gains = np.concatenate([[0.0], np.cumsum(expected)]) / num_rows
-        if not self.sees_candidates and self.fixed is None:
-            curve = np.interp(_NODES, np.arange(len(gains)) / num_rows, gains)
-            self._gains[key] = _mean(self._gains.get(key), curve)
-            return
-        gain, plain = gains[min(int(outcome.num_nodes.sum()), len(gains) - 1)], self.plain_seconds(num_rows)
+    def _learn_gains(self, gains: Gains, outcome: Outcome, probs: np.ndarray, accepted: float) -> None:
+        """Learn what this round's candidates are worth, without the draft passes and with each of them."""
+        num_rows, num_nodes = outcome.num_rows, int(outcome.num_nodes.sum())
+        order = np.argsort(-probs, axis=None)
+        probs, needs = probs.ravel()[order], outcome.needs.ravel()[order]
         if self.fixed is not None:
-            start, passes, verifying = 0.0, outcome.num_passes * self.pass_seconds(num_rows), 0.0
+            counts, costs = np.array([num_nodes]), np.zeros(1)
+            seconds = outcome.num_passes * self.pass_seconds(num_rows)
         else:
             base = num_rows + outcome.num_prefill_tokens
-            start = self._work_seconds(num_rows, 0) - self.plain_rest.at(num_rows)[0]
-            passes = self._work_seconds(num_rows, outcome.num_passes) - self._work_seconds(num_rows, 0)
-            verifying = self._step_seconds(base + int(outcome.num_nodes.sum())) - self._step_seconds(base)
-        time = (start + passes + verifying) / plain
-        own = np.array([gain, 1 + time, gain - time])
-        first = np.array([*own[:2], 0.0])  # one round says little about the profit of others
-        self._rounds[key] = _mean(self._rounds.get(key, first), own)
-
-    def _learn_passes(self, outcome: Outcome, expected: np.ndarray, order: np.ndarray) -> None:
-        """Learn the gain of each pass: the value of this round's candidates with it, less that without it.
-
-        Without the pass, others would have been verified. Of those that were not, only a host knows the passes that
-        they needed, and could have verified fewer or more.
-        """
-        assert outcome.paths is not None
-        needs = np.zeros_like(outcome.paths, dtype=np.int64)
-        width = min(needs.shape[1], outcome.needs.shape[1])
-        needs[:, :width] = outcome.needs[:, :width]
-        ordered = needs.ravel()[order]
+            work = self.work.at(num_rows)
+            seconds = work.start - work.plain + outcome.num_passes * work.each
+            seconds += float(self._more_seconds(base, [base + num_nodes])[0])
+            if self.sees_candidates:
+                counts, costs = self._node_costs(outcome.kinds, outcome.num_prefill_tokens)
+            else:
+                counts, costs = num_rows * _NODES, np.zeros(len(_NODES))
+        values = [_sums(probs[needs <= number], counts) - costs for number in range(outcome.num_passes + 1)]
+        if len(gains.nodes) == 1:
+            values = [value.max(keepdims=True) for value in values]
         if self.sees_candidates and self.fixed is None:
-            counts, costs = self._node_costs(outcome.kinds, outcome.num_prefill_tokens)
-        else:
-            counts, costs = np.array([int(outcome.num_nodes.sum())]), np.zeros(1)
-        values = [
-            float((_at(np.cumsum(expected[ordered <= number]), counts) - costs).max())
-            for number in range(outcome.num_passes + 1)
-        ]
-        retrieved = outcome.retrieved
-        confirmed = _CONFIRMED * max(1 - retrieved, 0.0) if retrieved is not None else 0.0
-        self._known_passes(outcome.kinds).observe(outcome.reaches, values, _class_of(retrieved), confirmed)
+            reached = np.cumsum([0.0, *outcome.reaches[: outcome.num_passes]])
+            values = [value + _CONFIRMED * own for value, own in zip(values, reached, strict=True)]
+        gains.observe(np.array(values) / num_rows, np.array(outcome.reaches) / num_rows, outcome.max_passes)
+        gains.count_round(accepted / num_rows, seconds / self.plain_seconds(num_rows))
 
-    def _known_passes(self, kinds: Sequence[int]) -> PassGains:
-        key = _key(kinds)
-        if key not in self._passes:
-            self._passes[key] = PassGains(self.num_passes, _nearest(self._passes, key))
-        return self._passes[key]
-
-    # State
+    # Times as they are kept
 
     def times(self) -> dict[str, Tensor]:
         """Seconds, which belong to this machine; only what is known."""
-        state = self.steps.state() | {name: times.state() for name, times in self._times_by_rows.items()}
+        state = self.steps.state() | {"work": self.work.state()}
         return {name: value for name, value in state.items() if len(value)}
 
     def restore_times(self, state: Mapping[str, Tensor]) -> None:
         """Restore from `times`; missing values start anew."""
         self.steps.restore(state)
-        for name, times in self._times_by_rows.items():
-            if name in state:
-                times.restore(state[name])
-
-    @property
-    def _times_by_rows(self) -> dict[str, TimesByRows]:
-        return {"proposing": self.proposing, "rest": self.rest, "plain_rest": self.plain_rest}
-
-    def state(self) -> dict[str, Tensor]:
-        """What nodes and passes bring: by table, [n, 2 + width] kind of row, class of rows, and numbers."""
-        tables = {"gains": self._gains, "passes": {key: gains.means.ravel() for key, gains in self._passes.items()}}
-        return {
-            name: torch.tensor([[*key, *own] for key, own in table.items()], dtype=torch.float64)
-            for name, table in tables.items()
-            if table
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore from `state`, which may be of trees of another depth; missing parts start anew."""
-        self.restart()
-        for name, width in (("gains", len(_NODES)), ("passes", (_ANY + 1) * self.num_passes)):
-            for kind, rows, *values in state[name].tolist() if name in state else []:
-                key, own = (int(kind), int(rows)), np.array(values)
-                if len(own) != width:
-                    continue
-                if name == "gains":
-                    self._gains[key] = own
-                else:
-                    self._passes[key] = PassGains(self.num_passes)
-                    self._passes[key].means = own.reshape(_ANY + 1, self.num_passes)
-
-
-class PassGains:
-    """Running means of what each draft pass brings, by class of what retrieval alone brings.
-
-    A pass's gain is the value that it adds to a round's candidates, divided by the reach of its beams.
-    """
-
-    def __init__(self, num_passes: int, prior: PassGains | None = None) -> None:
-        self.means: np.ndarray = (
-            np.tile(np.array(_FIRST_PASS_GAINS)[:, None], num_passes) if prior is None else prior.means.copy()
-        )
-        self._counts = np.ones(self.means.shape)  # a prior counts for one observation
-        self._since = np.zeros(self.means.shape)  # rounds in which the pass came next and was not made, since it was
-
-    def thresholds(self, cost: float, num_rows: int, its_class: int) -> list[float]:
-        """By pass, the reach above which it pays. cost: of a pass, in tokens.
-
-        A pass that does not pay is made once in so many rounds that its cost is at most WASTE of the time.
-        """
-        rests = cost - WASTE * num_rows * self._since[its_class]
-        return [
-            rest / gain if gain > 0 else math.copysign(math.inf, rest)
-            for rest, gain in zip(rests.tolist(), self.means[its_class].tolist(), strict=True)
-        ]
-
-    def observe(
-        self, reaches: Sequence[float], values: Sequence[float], its_class: int, confirmed: float = 0.0
-    ) -> None:
-        """Learn from a round.
-
-        reaches: before each pass. values: of the candidates with 0, 1, 2 ... passes. confirmed: see `_CONFIRMED`.
-        """
-        num_made = len(values) - 1
-        for own in {its_class, _ANY}:
-            self._since[own, :num_made] = 0
-            self._since[own, num_made : num_made + 1] += 1
-            for number, reach in enumerate(reaches[:num_made]):
-                if reach > 1e-3:
-                    self._counts[own, number] = min(self._counts[own, number] + 1, 1 / WEIGHT)
-                    gain = (values[number + 1] - values[number]) / reach + confirmed
-                    self.means[own, number] += (gain - self.means[own, number]) / self._counts[own, number]
+        if "work" in state:
+            self.work.restore(state["work"])
 
 
 _Key = tuple[int, int]  # kind of row, and class of row counts
-_T = TypeVar("_T")
 
 
-def _key(kinds: Sequence[int]) -> _Key:
-    """What running means are kept by. A round with rows of several kinds counts for its commonest kind."""
-    return max(range(NUM_KINDS), key=kinds.count), row_class(len(kinds))
+class Gains:
+    """Running means of what rounds bring a row: candidates without a draft pass, each pass, and whole rounds.
+
+    Kept for some numbers of nodes of a row. Where the host sees the candidates, and so verifies the best number of
+    them, there is one value, less the cost of verifying.
+    """
+
+    def __init__(self, num_passes: int, nodes: np.ndarray, prior: Gains | None = None) -> None:
+        self.nodes = nodes
+        shape = num_passes, len(nodes)
+        self._without: np.ndarray = np.interp(nodes, _NODES, _FIRST_GAINS) if prior is None else prior._without.copy()
+        # Of each pass: what it adds, and the reach of its beams in rounds in which it came next.
+        self._added: np.ndarray = np.full(shape, _FIRST_PASS_GAIN) if prior is None else prior._added.copy()
+        self._reached: np.ndarray = np.ones(num_passes) if prior is None else prior._reached.copy()
+        self._next: np.ndarray = np.ones(num_passes) if prior is None else prior._next.copy()
+        # How often each is made, if it may be.
+        self.made: np.ndarray = np.full(num_passes, 0.5) if prior is None else prior.made.copy()
+        self._counts = np.full(num_passes, _PRIOR)  # of each pass
+        self.since = np.zeros(num_passes)  # rounds in which each pass came next and was not made, since it was
+        self.gain = self.time = 0.0  # of whole rounds: accepted tokens, and what they take longer, in plain rounds
+        self._num_rounds = 0.0
+
+    def by_pass(self, num_nodes: float) -> np.ndarray:
+        """What each pass adds to the tokens of a row whose beams are reached for certain."""
+        return np.array([np.interp(num_nodes, self.nodes, added) for added in self._added]) / self._reached
+
+    def expected(self, num_nodes: np.ndarray, cost: float) -> tuple[np.ndarray, np.ndarray]:
+        """Expected tokens and draft passes of a row, by number of nodes, if passes are made where they pay.
+
+        A pass is made as often as before, or whenever it comes next, or never, whichever is best for this number of
+        nodes. cost: of a pass, in tokens of a row.
+        """
+        tokens, passes = np.interp(num_nodes, self.nodes, self._without), np.zeros(len(num_nodes))
+        before = 1.0
+        for number, (share, added) in enumerate(zip(self.made, self._added, strict=True)):
+            gain = np.interp(num_nodes, self.nodes, added)
+            always = gain * self._next[number] / self._reached[number]
+            is_always = before * (always - cost) > share * (gain - cost)
+            gain, often = np.where(is_always, always, gain), np.where(is_always, before, share)
+            often = np.where(gain > cost, often, 0.0)
+            tokens, passes, before = tokens + often * gain, passes + often, share
+        return tokens, passes
+
+    def observe(self, values: np.ndarray, reaches: np.ndarray, max_passes: int) -> None:
+        """Learn from a round.
+
+        values: [passes made + 1, nodes] of the candidates with 0, 1, 2 ... passes. reaches, max_passes: see `Outcome`.
+        """
+        made = len(values) - 1
+        self._without += (values[0] - self._without) / min(self._num_rounds + 1 + _PRIOR, 1 / WEIGHT)
+        came = reaches[: len(self._next)]
+        self._next[: len(came)] += WEIGHT * (came - self._next[: len(came)])
+        self._counts[:made] = np.minimum(self._counts[:made] + 1, 1 / WEIGHT)
+        share = 1 / self._counts[:made]
+        self._added[:made] += share[:, None] * (np.diff(values, axis=0) - self._added[:made])
+        self._reached[:made] += share * (reaches[:made] - self._reached[:made])
+        if max_passes:  # where all were made that could be, more might have been
+            self.made += WEIGHT * (((np.arange(len(self.made)) < made) | (made == max_passes)) - self.made)
+        self.since[:made] = 0
+        self.since[made : made + 1] += 1
+
+    def count_round(self, gain: float, time: float) -> None:
+        """Count a round's accepted tokens of a row, and what it took longer than a plain round, in plain rounds."""
+        self._num_rounds = min(self._num_rounds + 1, 1 / WEIGHT)
+        self.gain += (gain - self.gain) / self._num_rounds
+        self.time += (time - self.time) / self._num_rounds
 
 
-def _nearest(known: Mapping[_Key, _T], key: _Key) -> _T | None:
-    """What is known for a key: of the same kind, if possible, and about as many rows."""
-    if key in known or not known:
-        return known.get(key)
-    return known[min(known, key=lambda other: (other[0] != key[0], abs(other[1] - key[1])))]
-
-
-def _mean(mean: np.ndarray | None, value: np.ndarray) -> np.ndarray:
-    return value if mean is None else mean + WEIGHT * (value - mean)
-
-
-def _class_of(retrieved: float | None) -> int:
-    return _ANY if retrieved is None else bisect_right(RETRIEVED, retrieved)
-
-
-def _at(gains: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The gain of the first `counts` nodes. gains: of the first 1, 2, 3 ... nodes."""
-    return np.concatenate([[0.0], gains])[np.minimum(counts, len(gains))]
+def _sums(probs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The sums of the first `counts` probabilities; a part of the next one counts in part."""
+    return np.interp(counts, np.arange(len(probs) + 1), np.concatenate([[0.0], np.cumsum(probs)]))

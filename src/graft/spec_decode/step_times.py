@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,11 @@ class StepTimes:
     def is_known(self) -> bool:
         """Whether any step was timed. Until then, times are in units of a plain step."""
         return self._level is not None
+
+    @property
+    def level(self) -> float:
+        """The level of all times: how long the machine takes now."""
+        return math.exp(self._level or 0.0)
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of `num_tokens` tokens."""
@@ -167,50 +172,66 @@ class StepTimes:
         self._update()
 
 
-class TimesByRows:
-    """Seconds of other work by number of rows and of draft passes: a fixed part, and a part for each pass.
+class Work(NamedTuple):
+    """Seconds of a round without its step."""
 
-    Of row counts (`row_class`) that were not observed, those of the nearest class are taken. On a GPU most times do not
-    depend on the number of rows, and on a CPU they grow with it. So no shape is assumed.
+    plain: float  # of a plain round
+    start: float  # of a round with trees and no draft pass
+    each: float  # of each draft pass
+
+
+class WorkTimes:
+    """Seconds of rounds without their steps, by number of rows and of draft passes.
+
+    They are kept in units of the level of step times, which a busy machine raises alike. Of row counts (`row_class`)
+    that were not observed, those of the nearest class are taken. On a GPU most times do not depend on the number of
+    rows, and on a CPU they grow with it. So no shape is assumed.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[int, dict[int, Recent]] = {}  # by class of rows, by number of passes
+    def __init__(self, steps: StepTimes) -> None:
+        self._steps = steps
+        self._known: dict[int, dict[int, Recent]] = {}  # by class of rows, by number of passes; of a plain round -1
 
     @property
     def has_passes(self) -> bool:
         """Whether a draft pass was ever timed."""
-        return any(any(by_passes) for by_passes in self._known.values())
+        return any(num_passes > 0 for by_passes in self._known.values() for num_passes in by_passes)
 
     def observe(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        """Learn the seconds of a round. num_passes: -1 for a plain round."""
         by_passes = self._known.setdefault(row_class(num_rows), {})
-        by_passes.setdefault(num_passes, Recent()).values.append(seconds)
+        by_passes.setdefault(num_passes, Recent()).values.append(seconds / self._steps.level)
 
     def set(self, num_rows: int, by_passes: Mapping[int, float]) -> None:
         """Set measured seconds by number of passes."""
-        self._known[row_class(num_rows)] = {passes: Recent([own] * RECENT) for passes, own in by_passes.items()}
+        level = self._steps.level
+        self._known[row_class(num_rows)] = {n: Recent([own / level] * RECENT) for n, own in by_passes.items()}
 
-    def at(self, num_rows: int, guess: float = 0.0) -> tuple[float, float]:
-        """Seconds without a pass, and of each pass. guess: of a pass, until one was observed.
+    def at(self, num_rows: int, guess: float = 0.0) -> Work:
+        """Expected seconds. guess: of a pass, until one was observed.
 
         While all rounds had the same number of passes, these take all the time: fewer are tried then.
         """
+        level, own = self._steps.level, row_class(num_rows)
         if not self._known:
-            return 0.0, guess
-        own = row_class(num_rows)
-        by_passes = self._known[min(self._known, key=lambda other: abs(other - own))]
+            return Work(0.0, 0.0, guess)
+        by_passes = dict(self._known[min(self._known, key=lambda other: abs(other - own))])
+        plain = by_passes.pop(-1, None)
+        base = plain.median() if plain is not None else 0.0
         # A single observation, which may be an outlier, counts only while there is nothing better.
         sure = {passes: recent for passes, recent in by_passes.items() if len(recent.values) > 1} or by_passes
+        if not sure:
+            return Work(level * base, level * base, guess)
         x, y = np.array(list(sure), dtype=np.float64), np.array([recent.median() for recent in sure.values()])
         if len(x) > 1:  # the straight line through the medians
             spread = x - x.mean()
             slope = max(float(spread @ y / (spread @ spread)), 0.0)
         else:
-            slope = float(y[0] / x[0]) if x[0] else guess
-        return max(float(y.mean() - slope * x.mean()), 0.0), slope
+            slope = max(float((y[0] - base) / x[0]), 0.0) if x[0] else guess / level
+        return Work(level * base, level * max(float(y.mean() - slope * x.mean()), 0.0), level * slope)
 
     def state(self) -> Tensor:
-        """[n, 3] class of rows, passes, seconds."""
+        """[n, 3] class of rows, passes, times."""
         known = [
             (rows, passes, recent.median())
             for rows, by_passes in self._known.items()

@@ -40,7 +40,7 @@ VARIABLE = "GRAFT_KEEP_LEARNED"
 MAX_TEXT_TOKENS = 200_000  # the latest are kept
 _PATIENCE = 5  # seconds that an ending process waits for another one that writes
 _TABLES = ("adjacency", "bigram", "trigram")
-_WITHOUT_TEXTS = ("calibration/", "paths/", "planner/")  # parts of a state that hold no tokens
+_WITHOUT_TEXTS = ("calibration/", "paths/")  # parts of a state that hold no tokens
 _MISFIT = (KeyError, IndexError, RuntimeError, ValueError)  # of parts of a state that do not belong together
 
 log = logging.getLogger("graft.learned")

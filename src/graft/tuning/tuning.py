@@ -16,7 +16,7 @@ from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.factory import with_tree
 from graft.tuning.profile import About, Profile
 
-_PORTABLE = ("calibration/", "planner/", "adjacency/")
+_PORTABLE = ("calibration/", "adjacency/")
 MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
 
 Progress = Callable[[Report], None]

@@ -63,23 +63,18 @@ class Graft(Policy):
         if self.planner.fixed is None and not self.planner.steps.is_known:
             self.planner.steps.measure(self._target)
             if self.drafter is not None:
-                self.planner.proposing.set(1, {0: 0.0, 1: time_pass(self.drafter, self._target)})
+                self.planner.work.set(1, {0: 0.0, 1: time_pass(self.drafter, self._target)})
 
     def state(self) -> dict[str, Tensor]:
         counts = self.calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
-        return (
-            self.memory.state()
-            | named("calibration", by_source)
-            | named("planner", self.planner.state())
-            | named("paths", self.path_calibration.state())
-        )
+        return self.memory.state() | named("calibration", by_source) | named("paths", self.path_calibration.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.memory.restore(state)
         self._restore_calibration(part_of(state, "calibration"))
         self.path_calibration.restore(part_of(state, "paths"))
-        self.planner.restore(part_of(state, "planner"))
+        self.planner.restart()
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restore counts source by source. The state may have other sources and buckets, or only greedy rows."""

@@ -199,6 +199,7 @@ class Ranked:
 
     nodes: Tensor  # [R, cap] int32 places in the pool
     paths: Tensor  # [R, cap] float32 path probabilities; 0 after the last node
+    needs: Tensor  # [R, cap] int32 draft passes that each needed; undefined after the last node
     counts: Tensor  # [R] int32 how many of them are verified; -1 in an unused row
 
 

@@ -77,7 +77,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_stop_rows": [*_POINTER, *_NUMBER * 7, *_POINTER * 5],
     "graft_attach": [*_POINTER * 4, *_NUMBER * 3, *_POINTER * 4, *_NUMBER],
     "graft_merge": [*_POINTER * 4, *_NUMBER],
-    "graft_rank": [*_POINTER * 3, *_NUMBER, *_POINTER * 2],
+    "graft_rank": [*_POINTER * 3, *_NUMBER, *_POINTER * 3],
     "graft_select": [*_NUMBER * 2, *_POINTER * 4],
     "graft_lay_out": [*_POINTER, *_NUMBER * 2, *_POINTER * 5, *_NUMBER, *_POINTER, *_NUMBER, *_POINTER, *_NUMBER * 3],
     "graft_walk": [*_NUMBER * 3, *_POINTER * 8],
@@ -309,7 +309,7 @@ def merge(pool: Pool, shape: PoolShape, acceptance_probs: Tensor, kinds: Tensor,
 
 
 def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked) -> None:
-    columns = (_at(ranked.nodes), _at(ranked.paths, torch.float32))
+    columns = (_at(ranked.nodes), _at(ranked.paths, torch.float32), _at(ranked.needs))
     _library().graft_rank(_pool(pool), _shape(shape), _at(caps), ranked.nodes.shape[1], *columns)
 
 
@@ -332,7 +332,7 @@ def lay_out(
 ) -> None:
     _library().graft_lay_out(
         *(_pool(pool), *ranked.nodes.shape, _at(ranked.nodes), _at(ranked.counts), _texts(texts), _at(table_rows)),
-        *(_at(columns), columns.shape[1], _at(by_row), by_row.shape[1], _at(origins), origins.shape[1], size, stride),
+        *(_at(columns), columns.shape[1], _at(by_row), by_row.shape[1], _at(origins), len(origins), size, stride),
     )
 
 

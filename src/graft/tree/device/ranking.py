@@ -74,9 +74,11 @@ def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked) -> None:
     ranked.paths.zero_()
     _rank_row_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
         pool.paths,
+        pool.needs,
         caps,
         ranked.nodes,
         ranked.paths,
+        ranked.needs,
         pool.capacity,
         shape.width,
         CAP=cap,
@@ -217,9 +219,11 @@ def _weigh_kernel(
 @triton.jit
 def _rank_row_kernel(
     paths: tl.tensor,
+    needs: tl.tensor,
     caps: tl.tensor,
     ranked_nodes: tl.tensor,
     ranked_paths: tl.tensor,
+    ranked_needs: tl.tensor,
     capacity: int,
     width: int,
     CAP: tl.constexpr,
@@ -243,6 +247,8 @@ def _rank_row_kernel(
         is_ranked = (path > 0) & (rank < tl.minimum(tl.load(caps + row), CAP))
         tl.store(ranked_nodes + row * CAP + rank, own, mask=is_ranked)
         tl.store(ranked_paths + row * CAP + rank, path, mask=is_ranked)
+        need = tl.load(needs + first + own, mask=is_ranked, other=0)
+        tl.store(ranked_needs + row * CAP + rank, need, mask=is_ranked)
 
 
 @triton.jit
@@ -284,7 +290,7 @@ def lay_out(
     table_rows: Tensor,  # [R] int32
     columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
     by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and table row
-    origins: Tensor,  # [2, room] int32, written: each token's source, and the draft passes that it needed
+    origins: Tensor,  # [room] int32, written: each token's source
     size: int,
     stride: int = 0,
 ) -> None:
@@ -305,11 +311,9 @@ def lay_out(
         columns,
         by_row,
         pool.sources,
-        pool.needs,
         origins,
         pool.capacity,
         columns.shape[1],
-        origins.shape[1],
         by_row.shape[1],
         shape.num_rows,
         size,
@@ -334,11 +338,9 @@ def _lay_out_kernel(
     columns: tl.tensor,
     by_row: tl.tensor,
     sources: tl.tensor,
-    needs: tl.tensor,
     origins: tl.tensor,
     capacity: int,
     room: int,
-    origins_room: int,
     rows_room: int,
     num_rows: int,
     size: int,
@@ -394,8 +396,6 @@ def _lay_out_kernel(
         tl.store(at + 4 * room, row, mask=inside)
         tl.store(at + 5 * room, strip, mask=inside)
         tl.store(origins + start + place, tl.load(sources + first + node, mask=inside, other=0), mask=inside)
-        need = tl.load(needs + first + node, mask=inside, other=0)
-        tl.store(origins + origins_room + start + place, need, mask=inside)
         table_row = tl.load(table_rows + row)
         tl.store(by_row + row, start)
         tl.store(by_row + rows_room + row, count + 1)

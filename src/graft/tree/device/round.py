@@ -144,8 +144,9 @@ def results_layout(max_rows: int, num_passes: int, sources: Sources, num_gates: 
         "reaches": (f32, (num_passes + 2,)),  # P(one of its beams is accepted), summed over the rows
         "num_nodes": (i32, (max_rows,)),  # verified nodes; -1 in padding rows
         "paths": (f32, (most,)),  # [rows, cap] path probabilities of the likeliest nodes, best first
+        "needs": (i32, (most,)),  # draft passes that each of these needed
         "step": (i32, (2, MAX_TREE_TOKENS)),  # tokens and parents of the step
-        "origins": (i32, (2, MAX_TREE_TOKENS)),  # the source of each, and the draft passes that it needed
+        "origins": (i32, (MAX_TREE_TOKENS,)),  # the source of each
         "tried": (i32, table),
         "fitted": (i32, table),
         "confidences": (f32, (max_rows, num_gates)),  # q of the likeliest path at each gate that the row reached
@@ -382,8 +383,9 @@ class DeviceRound:
     def _ranked(self, shape: RoundShape) -> Ranked:
         if shape not in self._ranks:
             size = (shape.rows, shape.cap)
-            nodes, paths = (part[: math.prod(size)].view(size) for part in (self._ranked_nodes, self.found["paths"]))
-            self._ranks[shape] = Ranked(nodes, paths, self.found["num_nodes"][: shape.rows])
+            columns = (self._ranked_nodes, self.found["paths"], self.found["needs"])
+            nodes, paths, needs = (part[: math.prod(size)].view(size) for part in columns)
+            self._ranks[shape] = Ranked(nodes, paths, needs, self.found["num_nodes"][: shape.rows])
         return self._ranks[shape]
 
     # After the step
@@ -465,8 +467,8 @@ class DeviceRound:
         parts = (part[:rows].gather(1, nodes) for part in (pool.tokens, pool.parents, pool.sources))
         return torch.stack([nodes.int(), *parts, paths[:, :most].contiguous().view(torch.int32)])
 
-    def retrieved(self, shape: RoundShape) -> float:
-        """Expected tokens of all rows from copies below the roots alone: the likeliest of each depth, summed up.
+    def retrieved(self, shape: RoundShape) -> np.ndarray:
+        """[rows] expected tokens from copies below the roots alone: the likeliest of each depth, summed up.
 
         Called between these copies and the draft passes, where the host sees this memory.
         """
@@ -475,13 +477,7 @@ class DeviceRound:
         rows, places = np.nonzero(paths)
         likeliest = np.zeros((shape.rows, MAX_TOKENS + 1), dtype=np.float32)
         np.maximum.at(likeliest, (rows, depths[rows, places].clip(max=MAX_TOKENS)), paths[rows, places])
-        return float(likeliest.sum())
-
-    def needs(self, shape: RoundShape) -> Tensor:
-        """[rows, cap] draft passes that each row's likeliest nodes needed; of further places undefined."""
-        ranked = self._ranked(shape)
-        nodes = torch.where(ranked.paths > 0, ranked.nodes, 0)
-        return self.pool.needs[: shape.rows].gather(1, nodes.long())
+        return likeliest.sum(axis=1)
 
     def moves(self, shape: RoundShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What an engine commits, by row: table row, committed length, accepted places, and how many."""

@@ -89,12 +89,13 @@ static void sink(Likely *heap, int64_t size, int64_t place) {
 
 int graft_rank(
     const Pool *pool, const Shape *shape, const int32_t *caps, int64_t most, int32_t *ranked_nodes,
-    float *ranked_paths) {
+    float *ranked_paths, int32_t *ranked_needs) {
     if (shape->width > pool->capacity) return OUT_OF_RANGE;
     Likely *heap = malloc((size_t)shape->width * sizeof(Likely));
     if (heap == NULL) return NO_MEMORY;
     for (int64_t r = 0; r < shape->num_rows; r++) {
         const float *paths = pool->paths + r * pool->capacity;
+        const int32_t *needs = pool->needs + r * pool->capacity;
         int64_t size = 0, count = least(caps[r], most);
         memset(ranked_paths + r * most, 0, (size_t)most * sizeof(float));
         if (count <= 0) continue;
@@ -106,6 +107,7 @@ int graft_rank(
         for (int64_t rank = 0; rank < count && size > 0; rank++) {
             ranked_nodes[r * most + rank] = heap[0].node;
             ranked_paths[r * most + rank] = heap[0].path;
+            ranked_needs[r * most + rank] = needs[heap[0].node];
             heap[0] = heap[--size];
             sink(heap, size, 0);
         }
@@ -197,7 +199,6 @@ int graft_lay_out(
                 strips[start + parent] *= -1;
             }
             origins[at] = row.sources[node];
-            origins[origins_room + at] = row.needs[node];
         }
         if (stride > 0) write_padding(columns, room, start + count + 1, start + stride, num_rows);
         by_row[r] = (int32_t)start;
