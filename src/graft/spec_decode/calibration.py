@@ -62,15 +62,23 @@ class Calibration:
         self._probs = None
         return self
 
-    def add(self, tried: Tensor, fitted: Tensor) -> None:
-        """Add counts of a device round, [kinds * agreements, sources, buckets] each."""
+    def add(self, tried: Tensor, fitted: Tensor, kinds: Iterable[int] | None = None) -> None:
+        """Add counts of a device round, [kinds * agreements, sources, buckets] each.
+
+        kinds: of the round's rows; None: any. Others are left out, which saves time.
+        """
         if self.is_frozen:
             return
-        self._tried += tried
-        self._fitted += fitted
-        fade = (_MEMORY / self._tried).clamp(max=1.0)
-        self._tried *= fade
-        self._fitted *= fade
+        parts = [slice(None)]
+        if kinds is not None:
+            parts = [slice(kind * NUM_AGREEMENTS, (kind + 1) * NUM_AGREEMENTS) for kind in set(kinds)]
+        for own in parts:
+            all_tried, all_fitted = self._tried[own], self._fitted[own]
+            all_tried += tried[own]
+            all_fitted += fitted[own]
+            fade = (_MEMORY / all_tried).clamp(max=1.0)
+            all_tried *= fade
+            all_fitted *= fade
         self._probs = None
 
     def state(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ _FEW = np.array([3.0])  # where the host chooses their number
 _FIRST_GAINS = np.log2(1 + _NODES) / 2  # accepted tokens of a row without draft passes, until they are learned
 _FIRST_PASS_GAIN = 0.6  # of a draft pass until it is tried: high, since what is tried is soon known
 # A pass confirms or refutes what is proposed, so the best of it looks worth more than before: on training prompts of
-# the default model, retrieval 0.45 tokens a round instead of 0.26. Where the host sees it, a pass is credited with that.
+# the default model, retrieval 0.45 tokens a round instead of 0.26. Where the host sees it, a pass is credited with it.
 _CONFIRMED = 0.2
 _PRIOR = 4  # rounds that first gains count for: a single round says little
 _PASS_STRIDE = 3  # rounds are captured for every third number of draft passes, to save memory
@@ -257,7 +257,7 @@ class Planner:
         if outcome.is_plain:
             gains.count_round(0.0, 0.0)
             return
-        self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted))
+        self.calibration.add(torch.from_numpy(outcome.tried), torch.from_numpy(outcome.fitted), outcome.kinds)
         cells = self.path_calibration.cells(outcome.paths, outcome.kinds)
         probs = self.path_calibration.probabilities(outcome.paths, cells)
         is_verified = np.arange(probs.shape[1]) < outcome.num_nodes[:, None]
