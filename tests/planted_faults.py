@@ -437,6 +437,25 @@ _FAULTS = r"""
 -tl.sum(wide * wide, axis=0) / SIZE + eps
 +tl.sum(wide * wide, axis=0) / BLOCK + eps
 = src/graft/model/kernels/attention.py
+! test_attention_kernels.py::test_values_may_be_of_another_size_than_keys
+# attention: values of committed blocks are read with the strides of keys
+-values + slot * value_slot, place * value_slot
++values + slot * key_slot, place * key_slot
+# attention: values of paths are read with the strides of keys
+-            value = _load_rows(values, slots * value_slot, exists, VALUE_DIM, BLOCK_V, True)
+-            acc, maximum, total = _add_block(
+-                q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
+-            )
+-        _store_state
++            value = _load_rows(values, slots * key_slot, exists, VALUE_DIM, BLOCK_V, True)
++            acc, maximum, total = _add_block(
++                q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
++            )
++        _store_state
+! test_latent.py::test_prompts_trees_and_texts_behind_moved_paths_have_transformers_logits
+# attention: values of accepted paths are moved as if they were keys
+-values + source * VALUE,
++values + source * KEY,
 ! test_attention_kernels.py::test_keys_outside_the_window_are_not_seen
 # kernels: a window is one key too wide
 -return positions[None, :] > own[:, None] - window
