@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expert_models import expert_model
+from families import family_model
 from graft.model import TargetRunner
 from graft.spec_decode.expert_costs import ExpertShare, shape_for
 from graft.spec_decode.step_times import time_step, usual_shape
@@ -33,7 +33,7 @@ def test_a_step_costs_what_its_tokens_experts_add():
 
 @pytest.mark.parametrize(("name", "counts"), [("qwen3_moe", (6, 3)), ("ernie4_5_moe", (6, 3)), ("gpt_oss", (5, 2))])
 def test_the_share_of_the_experts_is_read_from_the_model(name, counts):
-    model = expert_model(name)
+    model = family_model(name)
     share = ExpertShare.of(model)
     assert share is not None and (share.num_experts, share.chosen) == counts
     experts = sum(each.nbytes for layer in model.model.layers for each in layer.mlp.experts.parameters())
@@ -49,7 +49,7 @@ def test_models_without_experts_have_the_usual_shape():
 
 def test_steps_are_timed_with_tokens_that_differ(monkeypatch):
     """A mixture of experts reads few weights for equal tokens, so a time measured with them would be too short."""
-    target, seen = TargetRunner(expert_model("qwen3_moe")), []
+    target, seen = TargetRunner(family_model("qwen3_moe")), []
     monkeypatch.setattr(TargetRunner, "verify", lambda self, cache, tree: seen.append(tree.tokens))
     read = TargetRunner.prefill
 

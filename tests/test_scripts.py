@@ -25,7 +25,7 @@ from tiny import BYTE_VOCAB, tiny_model
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 DOCS = Path(__file__).parent.parent / "docs"
-WITH_TRITON = ("exactness", "sampling_time", "step_time", "tree_attention")
+WITH_TRITON = ("exactness", "families", "sampling_time", "step_time", "tree_attention")
 PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md", SCRIPTS / "README.md"])
 
 

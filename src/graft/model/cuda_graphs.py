@@ -43,6 +43,7 @@ from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.layout import Layout
 from graft.model.likeness import why_unlike
 from graft.model.llama import FastLayers, Rotary
+from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, settings_of
 from graft.model.runner import StepOutput, TargetRunner, concat_hidden
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep, Part
@@ -185,9 +186,10 @@ class Graphs(Captures):
         return self.not_fused
 
     def _fingerprint(self) -> list[Any]:
-        """The weights' addresses, and what the modules hold beside them."""
+        """The weights' addresses, what the modules hold beside them, and the attention that the owner chose."""
         addresses = [p.data_ptr() for p in self.model.parameters()]
-        return [*addresses, settings_of(self.model), changed_module(self.model)]
+        chosen = owners_attention(self.model.config.get_text_config())
+        return [*addresses, chosen, settings_of(self.model), changed_module(self.model)]
 
     def sync_tables(self) -> Tensor:
         """The current block tables on the device. Drops graphs whose memory has moved."""
