@@ -562,21 +562,72 @@ _FAULTS = r"""
 = src/graft/model/cpu_layers.py
 ! test_cpu_layers.py::test_weights_that_change_while_a_text_is_decoded_are_used_at_once
 # CPU layers: a weight that has moved is read where it was
--            owner[name] is parameter and parameter._version == version and parameter.data_ptr() == address
-+            owner[name] is parameter
+-        return list(map(_VERSION, self._weights)), list(map(Tensor.data_ptr, self._weights))
++        return list(map(_VERSION, self._weights)), []
 ! test_cpu_layers.py::test_fused_layers_give_what_transformers_gives
 # CPU layers: a row's tokens are taken for those of the first row
 -        before += own.count
 +        before += 0
-= src/graft/model/cpu_layers.c
+! test_cpu_families.py::test_a_wrong_description_is_refused_on_load
+# CPU layers: layers are not compared with transformers' own on load
+-        if (reason := why_unlike(model, what, self)) is not None:
++        if (reason := None) is not None:
+! test_cpu_families.py::test_odd_sizes_on_every_processor
+# CPU layers: a packed product's second part is read where the first begins
+-        before = first * num_inputs * packed.element_size() if is_aligned else 0
++        before = 0
+= src/graft/model/cpu_attention.c
 ! test_cpu_layers.py::test_odd_sizes_on_every_processor_with_and_without_threads
 # CPU layers: a key that one query sees counts as seen by all
 -        if (num_seen == num_queries && length == row->length + key) length++;
 +        if (num_seen > 0 && length == row->length + key) length++;
 ! test_cpu_layers.py::test_a_token_gets_the_same_bits_in_any_step
 # CPU layers: a query's own page ends one key early
--                    if (own[i].num_keys == PAGE) finish_page(&own[i], scale, dim);
-+                    if (own[i].num_keys == PAGE - 1) finish_page(&own[i], scale, dim);
+-                    if (own[i].num_keys == PAGE) finish_page(layer, &own[i]);
++                    if (own[i].num_keys == PAGE - 1) finish_page(layer, &own[i]);
+! test_cpu_families.py::test_odd_sizes_on_every_processor
+# CPU layers: a window is one key longer
+-    return layer->window > 0 && position >= layer->window ? position - layer->window + 1 : 0;
++    return layer->window > 0 && position >= layer->window ? position - layer->window : 0;
+# CPU layers: scores are not capped
+-    for (long j = 0; j < PAGE && cap > 0; j += LANES)
++    for (long j = 0; j < PAGE && cap < 0; j += LANES)
+! test_cpu_families.py::test_a_token_gets_the_same_bits_in_any_step_behind_a_window
+# CPU layers: pages before the first window of a tree are left out of the paths in it
+-    long begin = is_local ? length : 0; /* of what a query sees */
++    long begin = is_local ? end : 0; /* of what a query sees */
+! test_cpu_families.py::test_attention_in_chunks_of_positions
+# CPU layers: chunks begin at the first position of the page
+-    if (layer->chunk > 0) return position / layer->chunk * layer->chunk;
++    if (layer->chunk > 0) return position / PAGE * PAGE;
+= src/graft/model/cpu_layers.c
+! test_cpu_families.py::test_families_give_what_transformers_gives
+# CPU layers: weights that are stored minus 1 are taken as they are
+-y *= load(norm->weight + turn + i, size - i) + (float)norm->plus_one;
++y *= load(norm->weight + turn + i, size - i);
+# CPU layers: what a layer adds is not normed
+-    if (post->size > 0) norm_into(state->delta, state->delta, post, size);
++    if (post->size < 0) norm_into(state->delta, state->delta, post, size);
+# CPU layers: what a layer adds is not scaled
+-    add(state->step->stream, state->delta, (float)layer->residual_scale, size);
++    add(state->step->stream, state->delta, 1.0f, size);
+# CPU layers: a global layer has the table of local ones
+-    const Rotary *rotary = &rotaries[layer->rotary];
++    const Rotary *rotary = &rotaries[0];
+# CPU layers: neighbours are not turned together
+-    const long step = layer->is_interleaved ? 2 : 1, apart = layer->is_interleaved ? 1 : half;
++    const long step = 1, apart = half;
+# CPU layers: logits are not scaled
+-            const vec y = load(at, end - i) * scale;
++            const vec y = load(at, end - i);
+# CPU layers: values that are keys are normed as keys and turned
+-        if (layer->v_norm.size > 0) norm_into(value, value, &layer->v_norm, kv_size);
++        if (layer->v_norm.size > 0) norm_into(value, value, &layer->k_norm, kv_size);
+= src/graft/model/cpu_vectors.c
+! test_cpu_families.py::test_odd_sizes_on_every_processor
+# CPU layers: the exact gelu is the other one
+-    if (activation == GELU) return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f);
++    if (activation == NONE) return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f);
 = src/graft/spec_decode/proposers/eagle3/cpu_head.py
 ! test_cpu_head.py::test_a_fused_head_drafts_what_its_modules_draft
 # CPU head: attention is added to the hidden state where the head adds it to the normed one

@@ -100,9 +100,10 @@ typedef struct {
 } Threads;
 
 typedef struct {
-    const char *w;   /* [panels][k][PANEL] */
-    const float *x;  /* [m][k] */
-    float *y;        /* [m][n] */
+    const char *w;     /* [panels][k][PANEL] */
+    const float *x;    /* [m][k] */
+    float *y;          /* [m][n] */
+    const float *bias; /* [n]; may be NULL */
     long n, k, m, is_bfloat16;
     const Threads *threads;
 } Job;
@@ -118,6 +119,8 @@ static void multiply_panels(const Job *job, long first, long last) {
             tiles[count - 1][job->is_bfloat16](
                 job->w + panel * bytes, job->x + token * k, job->y + token * n + row, n, k, rows);
         }
+        for (long token = 0; token < m && job->bias != NULL; token++)
+            for (long j = row; j < row + rows; j++) job->y[token * n + j] += job->bias[j];
     }
 }
 
@@ -149,10 +152,11 @@ static int is_copy_of(const float *weight, const char *w, long n, long k, long i
 int graft_linear(const float *weight, const void *w, const float *x, float *y, long n, long k, long m,
                  long is_bfloat16, const Threads *threads) {
     if (!is_copy_of(weight, w, n, k, is_bfloat16)) return 1;
-    Job job = {w, x, y, n, k, m, is_bfloat16, threads};
+    Job job = {w, x, y, NULL, n, k, m, is_bfloat16, threads};
     if (threads == NULL || n * k * m < SMALL) multiply_panels(&job, 0, (n + PANEL - 1) / PANEL);
     else threads->parallel(multiply_own_panels, &job, 0, 0);
     return 0;
 }
 
+#include "cpu_vectors.c"
 #include "cpu_layers.c"

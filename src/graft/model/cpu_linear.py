@@ -84,12 +84,13 @@ def pack(weight: Tensor) -> Tensor:
     """
     version, packed = _PACKED.get(weight, (None, None))
     if version != weight._version:
-        version, packed = _PACKED[weight] = weight._version, _pack(weight.detach())
+        version, packed = _PACKED[weight] = weight._version, pack_anew(weight)
     return packed
 
 
-def _pack(weight: Tensor) -> Tensor:
-    kernel = library()
+def pack_anew(weight: Tensor) -> Tensor:
+    """A packed copy that is not kept."""
+    kernel, weight = library(), weight.detach()
     assert kernel is not None
     num_inputs = weight.shape[1]
     panels = pad(weight, (0, 0, 0, -len(weight) % kernel.panel))

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from graft.model import network
 from graft.model.attention import Visibility
 from graft.model.cpu_layers import CpuLayers, all_readable
 from graft.model.cpu_linear import MAX_TOKENS, FewTokensLinear
-from graft.model.fusable import MAX_HEAD_DIM
+from graft.model.families import MAX_HEAD_DIM
 from graft.model.kv_cache import KVCache
 from graft.model.plain_modules import changed_module, has_only_weights
 from graft.spec_decode.proposers.draft_head import Rotary
@@ -31,16 +32,27 @@ class CpuHead(CpuLayers):
 
     def __init__(self, head: Eagle3Head) -> None:
         """head: one for which `why_not` is None."""
-        config = head.config
-        norms: Any = head.fc_norm if config.fc_norm else [head.input_norm] if config.norm_before_fc else []
+        config, layer = head.config, head.midlayer
+        attention, mlp, heads = layer.self_attn, layer.mlp, (config.num_attention_heads, config.num_key_value_heads)
+        before: Any = head.fc_norm if config.fc_norm else [head.input_norm] if config.norm_before_fc else []
+        rotary = network.Rotary(head.rotary, None, config.head_dim)
+        described = network.Layer(
+            pre=_norm_of(layer.input_layernorm),
+            mixer=network.Attention(
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                *(attention.o_proj, *heads, config.head_dim, config.head_dim**-0.5),
+                rotary=rotary,
+            ),
+            post=None,
+            pre_mlp=_norm_of(layer.post_attention_layernorm),
+            mlp=network.Mlp((mlp.gate_proj, mlp.up_proj), mlp.down_proj, "silu"),
+            post_mlp=None,
+        )
         super().__init__(
-            [head.midlayer],
-            head.norm,
-            (config.num_attention_heads, config.num_key_value_heads, config.head_dim),
-            config.rms_norm_eps,
-            config.head_dim**-0.5,
+            *(head, [described], _norm_of(head.norm)),
             fc=head.fc,
-            feature_norms=norms,
+            feature_norms=list(map(_norm_of, before)),
+            stream_norm=_norm_of(layer.hidden_norm),
             adds_to_normed=config.norm_before_residual,
         )
         self._head = head
@@ -63,12 +75,16 @@ class CpuHead(CpuLayers):
             if hidden is None
             else hidden[0].clone(memory_format=torch.contiguous_format)
         )
-        rotations = head.rotary(stream[None], positions)
-        found = self.run_layers(cache, seen, stream, rotations, (), embeddings, features, outputs)
+        found = self.run_layers(cache, seen, stream, positions[0], (), embeddings, features, outputs=outputs)
         if found is None:
             return None
         normed = found[0]
         return (normed if head.config.norm_output else stream[: len(normed)])[None]
+
+
+def _norm_of(norm: nn.Module) -> network.Norm:
+    plain: Any = norm
+    return network.Norm(plain, plain.eps)
 
 
 def why_not(head: Eagle3Head) -> str | None:
