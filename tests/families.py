@@ -46,6 +46,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "initial_context_length": 64,
     },
 }
+_RANKS = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
+_LATENT = {**_RANKS, "head_dim": None, "num_key_value_heads": 4}
+_ROUTED = {key: value for key, value in EXPERTS["glm4_moe"].items() if key != "use_qk_norm"}
+LATENT: dict[str, dict[str, Any]] = {
+    "youtu": {**_LATENT, "v_head_dim": 32},
+    "deepseek_v2": {**_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT, **_ROUTED, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENT, **_ROUTED, "rope_interleave": False},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -88,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": _PARTIAL,
     "stablelm_parallel": {**_PARTIAL, "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
     **EXPERTS,
+    **LATENT,
 }
 
 

@@ -61,7 +61,18 @@ def test_the_real_kernels_pass_the_check_on_load(name, dtype):
     assert likeness.why_unlike(model, what, FastLayers(what)) is None
 
 
-SOME = ["gemma2", "gpt_oss", "glm4_moe", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "starcoder2"]
+SOME = [
+    "gemma2",
+    "gpt_oss",
+    "glm4_moe",
+    "gemma4_shared",
+    "olmo3",
+    "cohere2",
+    "phi3",
+    "ministral3",
+    "starcoder2",
+    "deepseek_v3",
+]
 
 
 @pytest.mark.parametrize("name", [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])])
@@ -99,6 +110,12 @@ def of_attention(**changes):
     return of_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, **changes)))
 
 
+def of_latent(**changes):
+    return of_layers(
+        lambda layer: replace(layer, mixer=replace(layer.mixer, latent=replace(layer.mixer.latent, **changes)))
+    )
+
+
 def with_local_tables(what):
     tables = [layer.mixer.rotary for layer in what.layers if layer.mixer.window is not None]
     return of_attention(rotary=tables[0])(what)
@@ -110,6 +127,11 @@ def with_positions(what):
 
 def with_half_the_dims(layer):
     rotary = replace(layer.mixer.rotary, dims=layer.mixer.rotary.dims // 2)
+    return replace(layer, mixer=replace(layer.mixer, rotary=rotary))
+
+
+def without_neighbours(layer):
+    rotary = replace(layer.mixer.rotary, interleaved=False, spreads=False)
     return replace(layer, mixer=replace(layer.mixer, rotary=rotary))
 
 
@@ -156,14 +178,8 @@ FAULTS = {
     ),
     "positions in layers that have none": ("smollm3", with_positions),
     "fewer rotary dimensions": ("llama", of_layers(with_half_the_dims)),
-    "pairs that are no neighbours": (
-        "glm",
-        of_layers(
-            lambda layer: replace(
-                layer, mixer=replace(layer.mixer, rotary=replace(layer.mixer.rotary, interleaved=False))
-            )
-        ),
-    ),
+    "pairs that are no neighbours": ("glm", of_layers(without_neighbours)),
+    "pairs of latent attention that are none": ("deepseek_v3", of_layers(without_neighbours)),
     "queries that do not grow": ("ministral3", of_attention(growth=None)),
     "keys and values of another layer": (
         "gemma4_shared",
@@ -172,6 +188,8 @@ FAULTS = {
             lambda layer: layer.mixer.kv_of == 1,
         ),
     ),
+    "vectors of queries not normed": ("youtu", of_latent(q_norm=None)),
+    "vectors of keys and values not normed": ("youtu", of_latent(kv_norm=None)),
     "branches one after the other": (
         "cohere",
         of_layers(lambda layer: replace(layer, parallel=None, pre_mlp=layer.pre)),

@@ -165,7 +165,7 @@ class Graphs(Captures):
             reason = None if self.layers.can_be_exact else "its weights' inputs are not multiples of 64"
             if self.store.keys is None:
                 attentions = [layer.mixer for layer in self.layers.what.layers]
-                heads = [(attention.kv_heads, attention.head_dim) for attention in attentions]
+                heads = [(attention.kv_heads, attention.head_dim, attention.value_dim) for attention in attentions]
                 self.store.shape_layers(next(self.model.parameters()), heads)
         if self._exact and reason is not None:
             self._weights = []  # check again next time: the owner may remove a hook

@@ -78,13 +78,14 @@ class KVStore:
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
-    def shape_layers(self, like: Tensor, heads: Sequence[tuple[int, int]]) -> None:
-        """Allocate keys and values of these (heads, head_dim) by layer."""
-        self.shape(like, heads[0])
-        for layer, own in enumerate(heads):
-            if own != heads[0]:
-                shape = (1, self._num_slots, *own)
-                self._others[layer] = _zeros(like, shape), _zeros(like, shape)
+    def shape_layers(self, like: Tensor, heads: Sequence[tuple[int, int, int]]) -> None:
+        """Allocate keys and values of these (heads, head_dim, value_dim) by layer."""
+        count, *dims = heads[0]
+        self.shape(like, (count, dims[0]), (count, dims[1]))
+        for layer, (count, *dims) in enumerate(heads):
+            if heads[layer] != heads[0]:
+                keys, values = (_zeros(like, (1, self._num_slots, count, size)) for size in dims)
+                self._others[layer] = keys, values
 
     @property
     def by_layer(self) -> list[Pair]:

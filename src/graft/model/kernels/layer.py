@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,17 +67,19 @@ def add_norm(
     if delta is None:
         total = stream
     elif total is None:
-        total = torch.empty_like(stream)
+        total = stream.new_empty(stream.shape)
     if norm is None and delta is not None:
         normed = total
     elif normed is None:
-        normed = torch.empty_like(stream)
+        normed = stream.new_empty(stream.shape)
+    assert stream.stride(1) == 1
     weight, bias, own_eps, flags = parts_of(norm, eps, stream)
     post_weight, post_bias, post_eps, post_flags = parts_of(post, 0.0, stream)
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
         *(stream, stream if delta is None else delta, stream if more is None else more),
         *(weight, bias, post_weight, post_bias, total, normed, own_eps, post_eps, scale, output_scale),
+        stream.stride(0),
         HAS_DELTA=delta is not None,
         HAS_MORE=more is not None,
         SUM_FIRST=sum_first,
@@ -239,6 +240,7 @@ def _add_norm_kernel(
     post_eps: float,
     scale: float,
     output_scale: float,
+    stream_token: int,  # stride
     HAS_DELTA: tl.constexpr,
     HAS_MORE: tl.constexpr,
     SUM_FIRST: tl.constexpr,
@@ -264,7 +266,7 @@ def _add_norm_kernel(
     if POST is not None:
         post_weights = scale_of(post_weight, columns, inside, POST)
     wait_for_previous(OVERLAPS)
-    x = tl.load(stream + start + columns, mask=inside, other=0.0)
+    x = tl.load(stream + token.to(tl.int64) * stream_token + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + start + columns, mask=inside, other=0.0)
         if POST is not None:
