@@ -23,7 +23,7 @@ from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import EightBits, Products
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
-from graft.model.network import Attention
+from graft.model.network import Attention, Norm
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.tree.device.buffers import DraftDraws
@@ -43,6 +43,8 @@ class FastHead:
             (attention.q_proj, attention.k_proj, attention.v_proj),
             *(attention.o_proj, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
             scale=config.head_dim**-0.5,
+            q_norm=Norm(attention.q_norm, config.rms_norm_eps, rounds=True) if config.head_norms else None,
+            k_norm=Norm(attention.k_norm, config.rms_norm_eps, rounds=True) if config.head_norms else None,
             window=config.sliding_window,
         )
         embedding = head.embed_tokens.weight if head.config.own_embedding else head.target_embedding
