@@ -11,14 +11,15 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from captured_parts import DEVICE, SmallTarget
-from families import FAMILIES, family_model
+from families import FAMILIES, family_model, varied
 from graft.model import TargetRunner, likeness
-from graft.model.families import describe
+from graft.model.families import describe, why_not
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.llama import FastLayers
 from graft.model.step import Chunk
 from proposers import random_tree, tree_of
+from tiny import tiny_multimodal
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]  # the interpreter has no bfloat16
@@ -58,6 +59,21 @@ def test_the_real_kernels_pass_the_check_on_load(name, dtype):
     model = family_model(name).to(DEVICE, dtype)
     what = describe(model)
     assert likeness.why_unlike(model, what, FastLayers(what, exact=True)) is None
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_the_text_model_of_one_that_sees_images_is_fused(kind, plain):
+    model = varied(tiny_multimodal(kind)).to(DEVICE)
+    fast = SmallTarget(model, chunk_size=7)
+    found, expected = results_of(fast), results_of(TargetRunner(model))
+    assert fast.not_fused is None
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_of_another_class_is_left_to_its_own_code():
+    model = family_model("llama")
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "somewhere"})
+    assert "not of a family" in why_not(model)
 
 
 SOME = ["gemma2", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "starcoder2"]
