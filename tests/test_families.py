@@ -1,8 +1,12 @@
 """Families of models in fused layers on a GPU: the same logits as transformers, and a check on load that sees what
 differs."""
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +104,16 @@ def two_layers(name):
         return {}
     types = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[name] else {}
     return {"num_hidden_layers": 2, **types}
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("compiled.py"))
+    done = subprocess.run([sys.executable, script, *SOME], env=environment, capture_output=True, text=True)
+    if "ptxas" in done.stderr or "libtriton" in done.stderr:
+        pytest.skip("this Triton cannot compile for NVIDIA GPUs")
+    assert done.returncode == 0, done.stderr
 
 
 # The check on load
@@ -235,6 +249,18 @@ def test_the_check_leaves_the_model_as_it_was(plain):
 
 
 # Kernels beside those of a Llama
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma4_text", "olmo2", "cohere", "nemotron", "starcoder2"])
+def test_norms_round_where_their_modules_round(name):
+    what = describe(family_model(name).to(DEVICE, DTYPES[1]))
+    norm = what.layers[0].pre or what.layers[0].post
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPES[1])
+
+    def share_of_same_bits(norm):
+        return float((layer_kernels.add_norm(x, None, norm)[1] == norm.module(x)).float().mean())
+
+    assert share_of_same_bits(norm) > 0.99 > share_of_same_bits(replace(norm, rounds=not norm.rounds))
 
 
 @pytest.mark.parametrize("size", [40, 64])
