@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tiny import tiny_model
 
@@ -55,6 +55,10 @@ LATENT: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED, "attention_bias": True},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "rope_interleave": False},
 }
+_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [4.0] * 8},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -65,6 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": _WINDOWS,
     "ministral3": {"sliding_window": 8, "rope_parameters": {**_SCALING, "original_max_position_embeddings": 4}},
     "arcee": {},
+    "jais2": {},
+    "granite_swa": {"sliding_window": 8},
     "nemotron": {"partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "exaone4": _WINDOWS,
@@ -82,6 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_shared": {**_GEMMA4, **_SHARED, **_SIDES, "model_type": "gemma4_text"},
     "phi": _PARTIAL,
     "phi3": {**_PARTIAL, "sliding_window": 8},
+    "phi3_long": {"model_type": "phi3", "max_position_embeddings": 256, "rope_parameters": _LONG},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "olmo": {},
@@ -99,6 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **EXPERTS,
     **LATENT,
 }
+FAMILIES = {name: options for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING}
 
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:

@@ -345,7 +345,8 @@ class CapturedTarget(TargetRunner):
         config, like = self.model.config.get_text_config(), next(self.model.parameters())
         heads, size = config.num_attention_heads, like.element_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        head_dim = max(head_dim, getattr(config, "v_head_dim", 0))
+        others = (getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim"))
+        head_dim = max(head_dim, *others)
         most = max_tokens + min(LONG_TEXT, self.max_positions or LONG_TEXT)
         splits = attention_kernels.tiles_for(head_dim, like.dtype).count_splits(most)
         by_token = (
