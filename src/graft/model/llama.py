@@ -132,9 +132,7 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[Layer], multiply: Products) -> None:
         self.layers, self._multiply = layers, multiply
-        # A layer of experts is many small kernels, whatever its size.
-        has_experts = any(isinstance(layer.mlp, Mixture) for layer in layers)
-        self._is_small = has_experts or sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
+        self._is_small = sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
 
     def __call__(
         self,
