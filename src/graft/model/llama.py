@@ -99,7 +99,8 @@ class Layer:
         attention, mlp = what.mixer, what.mlp
         own: Dense | Mixture
         if isinstance(mlp, network.Experts):
-            own = Mixture(mlp, Dense.of(mlp.shared) if mlp.shared is not None else None)
+            gate, shared = mlp.shared_gate, Dense.of(mlp.shared) if mlp.shared is not None else None
+            own = Mixture(mlp, shared, fuse_parameters([mlp.router.weight, gate.weight]) if gate is not None else None)
         else:
             own = Dense.of(mlp)
         return cls(
