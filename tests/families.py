@@ -40,6 +40,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 64},
         **{"moe_layer_start_index": 0, "moe_layer_end_index": 3},
     },
+    "dots1": {
+        **{**_WINDOWS, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 0, "norm_topk_prob": True},
+    },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40},
     "gpt_oss": {
         **{**_WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "swiglu_limit": 1.0},

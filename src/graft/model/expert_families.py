@@ -28,7 +28,7 @@ ROUTERS: dict[str, RouterFamily] = {
     "Mixtral": RouterFamily(normalises=True, wide_weights=True),
     "MiniMaxM2": RouterFamily("sigmoid", normalises=True, wide_weights=True),
     **dict.fromkeys(
-        ("Glm4Moe", "Glm4MoeLite", "DeepseekV3"),
+        ("Glm4Moe", "Glm4MoeLite", "Dots1", "DeepseekV3"),
         RouterFamily("sigmoid", wide=True, wide_weights=True, added_to_sum=1e-20),
     ),
     "DeepseekV2": RouterFamily(normalises=False, wide=True, wide_weights=True),
