@@ -38,11 +38,23 @@ class Problem:
     tables: list[list[int]]  # pages of each row; line 0 and page 0 are nobody's
     query: Tensor  # [T, heads, head_dim]
     keys: Tensor  # [num_slots, kv_heads, head_dim]
-    values: Tensor
+    values: Tensor  # [num_slots, kv_heads, value_dim]
     padding: int = 0  # tokens of line 0 at the end
 
     @classmethod
-    def make(cls, lengths, trees, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32, padding=0, seed=0):
+    def make(
+        cls,
+        lengths,
+        trees,
+        nodes=None,
+        kv_heads=1,
+        group=2,
+        head_dim=8,
+        value_dim=None,
+        dtype=torch.float32,
+        padding=0,
+        seed=0,
+    ):
         nodes = nodes or [list(range(len(tree))) for tree in trees]
         sizes = [length + len(tree) for length, tree in zip(lengths, trees, strict=True)]
         num_pages = [-(-size // PAGE) for size in sizes]
@@ -52,12 +64,15 @@ class Problem:
         generator = torch.Generator().manual_seed(0)
         num_tokens = sum(map(len, nodes)) + padding
         query = torch.randn(num_tokens, kv_heads * group, head_dim, generator=generator)
-        keys = torch.full((2, (sum(num_pages) + 2) * PAGE, kv_heads, head_dim), torch.nan)
-        problem = cls(lengths, trees, nodes, tables, query.to(DEVICE, dtype), *keys.to(DEVICE, dtype), padding)
+        keys, values = (
+            torch.full(((sum(num_pages) + 2) * PAGE, kv_heads, size), torch.nan, dtype=dtype, device=DEVICE)
+            for size in (head_dim, value_dim or head_dim)
+        )
+        problem = cls(lengths, trees, nodes, tables, query.to(DEVICE, dtype), keys, values, padding)
         for row, size in enumerate(sizes):
             slots = [problem.slot(row, index) for index in range(size)]
             for stored in (problem.keys, problem.values):
-                stored[slots] = torch.randn(size, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+                stored[slots] = torch.randn(size, *stored.shape[1:], generator=generator).to(DEVICE, dtype)
         return problem
 
     @classmethod
@@ -114,7 +129,7 @@ class Problem:
         )
 
     def attend(self, tiles=SMALL, max_context=None, strips=None, **options):
-        """[T, heads * head_dim], of the tokens that are no padding. strips: in place of the right ones."""
+        """[T, heads * value_dim], of the tokens that are no padding. strips: in place of the right ones."""
         layout = self.layout(max_context)
         if strips is not None:
             layout = replace(layout, strips=ints(strips))
@@ -127,7 +142,8 @@ class Problem:
         """Softmax over each token's own text, in double precision."""
         _, heads, head_dim = self.query.shape
         group = heads // self.keys.shape[1]
-        out = torch.empty(len(self.query) - self.padding, heads, head_dim, dtype=torch.float64, device=DEVICE)
+        shape = (len(self.query) - self.padding, heads, self.values.shape[2])
+        out = torch.empty(shape, dtype=torch.float64, device=DEVICE)
         for token, (_, slots) in enumerate(self.texts()):
             slots = slots[(len(slots) - 1) // chunk * chunk :] if chunk else slots[-(window or 0) :]
             key, value = (stored[slots].double().repeat_interleave(group, dim=1) for stored in (self.keys, self.values))
@@ -150,7 +166,8 @@ class Problem:
     @property
     def shape(self):
         (_, heads, head_dim), kv_heads = self.query.shape, self.keys.shape[1]
-        return {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
+        sizes = {"head_dim": head_dim, "value_dim": self.values.shape[2]}
+        return {"kv_heads": kv_heads, "group": heads // kv_heads, "dtype": self.query.dtype, **sizes}
 
     def decoded_plainly(self, tokens=None):
         """These tokens of the step, or all, each as a row of its own, in which its path is committed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tiny import tiny_model
 
@@ -50,6 +50,19 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "initial_context_length": 64,
     },
 }
+_RANKS = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
+_LATENT = {**_RANKS, "head_dim": None, "num_key_value_heads": 4}
+_ROUTED = {key: value for key, value in EXPERTS["glm4_moe"].items() if key != "use_qk_norm"}
+LATENT: dict[str, dict[str, Any]] = {
+    "youtu": {**_LATENT, "v_head_dim": 32},
+    "deepseek_v2": {**_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT, **_ROUTED, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENT, **_ROUTED, "rope_interleave": False},
+}
+_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [4.0] * 8},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -60,6 +73,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": _WINDOWS,
     "ministral3": {"sliding_window": 8, "rope_parameters": {**_SCALING, "original_max_position_embeddings": 4}},
     "arcee": {},
+    "jais2": {},
+    "granite_swa": {"sliding_window": 8},
     "nemotron": {"partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "exaone4": _WINDOWS,
@@ -77,6 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_shared": {**_GEMMA4, **_SHARED, **_SIDES, "model_type": "gemma4_text"},
     "phi": _PARTIAL,
     "phi3": {**_PARTIAL, "sliding_window": 8},
+    "phi3_long": {"model_type": "phi3", "max_position_embeddings": 256, "rope_parameters": _LONG},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "olmo": {},
@@ -92,7 +108,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": _PARTIAL,
     "stablelm_parallel": {**_PARTIAL, "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
     **EXPERTS,
+    **LATENT,
 }
+FAMILIES = {name: options for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING}
 
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:

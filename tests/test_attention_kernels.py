@@ -263,6 +263,13 @@ def test_strips_in_the_tiles_of_real_use(dtype):
     check(problem, tiles=attention_kernels.tiles_for(64, dtype), tokens=[0, 4, 7, 8, 10, 11, 15, 16, 19, 20, 21, 22])
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 8), (8, 20)])
+def test_values_may_be_of_another_size_than_keys(head_dim, value_dim):
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    check(forest(kv_heads=2, **sizes), tokens=[0, 1, 7, 13, 20, 22, 30, 31, 53, 54, 57, 61, 73])
+    check(forest(group=20, **sizes), 20, tokens=[0, 7, 31])
+
+
 def test_room_for_a_longer_context_changes_nothing():
     problem = Problem.random([3, 70])
     assert torch.equal(problem.attend(), problem.attend(max_context=200))

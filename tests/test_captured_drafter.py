@@ -73,7 +73,9 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
+@pytest.mark.parametrize(
+    "norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True, "head_norms": True}]
+)
 def test_the_real_kernels_draft_the_same(model, norms, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
     monkeypatch.setattr(head_drafter, "ENTRIES", (8,))

@@ -20,7 +20,10 @@ pytestmark = needs_kernel
 TREE = TreeSettings(depth=4, topk=3, total_token=9)
 PASSES = 4
 PLAIN = {"norm_output": False}
-VARIANTS = [PLAIN, *({name: True} for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"))]
+VARIANTS = [
+    PLAIN,
+    *({name: True} for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "head_norms")),
+]
 
 
 def fused_and_plain(head):

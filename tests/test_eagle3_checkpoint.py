@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from graft.errors import GraftError
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS
+from graft.spec_decode.proposers.head_kinds import kind_of
 from pickles import RunsCode
 from tiny import target_config
 
@@ -101,6 +102,15 @@ def write_as_specforge(folder):
     return head
 
 
+def write_as_vllm_knows_it(folder):
+    """Names of vision models' heads, whose rotary positions in texts are the usual ones."""
+    head = make_head(head_dim=16, rope={"rope_type": "default", "rope_theta": 5e6}, target_layers=(3, 5, 6))
+    config = LAYER_SHAPE | {"architectures": ["Eagle3Qwen2_5vlForCausalLM"], "draft_vocab_size": DRAFT_VOCAB}
+    config |= {"head_dim": 16, "rope_theta": 5000000, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    write(folder, config | {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}, dict(head.state_dict()))
+    return head
+
+
 def write_as_speculators(folder):
     """A nested shape, layers numbered by their inputs, an embedding and norms of its own, other tensor names."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -109,6 +119,7 @@ def write_as_speculators(folder):
         own_embedding=True,
         norm_before_residual=True,
         norm_before_fc=True,
+        head_norms=True,
         rope={"rope_type": "llama3", "rope_theta": 5e5, **scaling},
     )
     config = {
@@ -121,6 +132,7 @@ def write_as_speculators(folder):
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "owner/target"}},
         "target_hidden_size": None,
         "transformer_layer_config": LAYER_SHAPE
+        | {"model_type": "qwen3"}
         | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}},
     }
     names = {name: name.replace("midlayer.", "layers.0.") for name in head.state_dict()}
@@ -133,6 +145,7 @@ WRITERS = {
     "safeailab": write_as_safeailab,
     "angelslim": write_as_angelslim,
     "specforge": write_as_specforge,
+    "vllm": write_as_vllm_knows_it,
     "speculators": write_as_speculators,
 }
 
@@ -157,7 +170,11 @@ def test_a_head_in_a_published_spelling_drafts_as_the_original(layout, tmp_path)
         {},
         {"target_layers": (0, 3, 9), "norm_before_fc": True, "norm_output": True, "sliding_window": 3},
         {"hidden_size": 16, "own_embedding": True, "norm_before_residual": True, "fc_norm": True},
-        {"rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "draft_vocab_size": VOCAB},
+        {
+            "head_norms": True,
+            "rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+            "draft_vocab_size": VOCAB,
+        },
     ],
     ids=["plain", "norms", "narrow", "rope"],
 )
@@ -373,3 +390,13 @@ def test_load_check_shows_a_head_that_fits(layout, tmp_path, graft):
     assert (facts["kind"], facts["layout"]) == ("EAGLE-3", layout)
     assert (facts["draft vocab size"], facts["vocab size"]) == ("20", "61")
     assert f"reads the inputs of layers {', '.join(map(str, head.config.target_layers))}." in output
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("Eagle3DeepseekV2ForCausalLM", "latent attention"), ("DFlash2DraftModel", "convolutions and a selector")],
+)
+def test_a_known_head_that_is_not_run_is_refused_with_the_reason(architecture, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "draft_vocab_size": 20}))
+    with pytest.raises(GraftError, match=f"{architecture} has {reason}.*: choose another drafter$"):
+        kind_of(tmp_path)

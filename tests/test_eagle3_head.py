@@ -16,6 +16,7 @@ NORMS = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_output": {"norm_output": True, "norm_before_fc": True},
     "fc_norm": {"fc_norm": True},
+    "head_norms": {"head_norms": True},
 }
 
 
@@ -56,6 +57,8 @@ def reference(head, embeddings, hidden, positions):
             q, k, v = (
                 (weights[f"midlayer.self_attn.{name}_proj.weight"] @ both).split(config.head_dim) for name in "qkv"
             )
+            if config.head_norms:
+                q, k = ([norm(f"midlayer.self_attn.{n}_norm", x) for x in each] for n, each in (("q", q), ("k", k)))
             keys.append([rotate(key, position) for key in k])
             values.append(list(v))
             attended = []

@@ -23,7 +23,7 @@ from graft.model.kernels.experts import Tile
 from graft.model.kernels.matmul import Products
 from graft.model.kernels.mixed import Mixed
 from graft.model.kernels.routing import Choice
-from graft.model.llama import Dense
+from graft.model.llama import Dense, fuse_parameters
 from graft.model.mixture import Mixture
 from graft.model.network import Experts, Router
 
@@ -46,7 +46,9 @@ def described(name: str, dtype: torch.dtype = torch.float32) -> tuple[Experts, C
 
 
 def mixture(experts: Experts) -> Callable[[Tensor], Tensor]:
-    run = Mixture(experts, Dense.of(experts.shared) if experts.shared is not None else None)
+    gate, shared = experts.shared_gate, Dense.of(experts.shared) if experts.shared is not None else None
+    weight = fuse_parameters([experts.router.weight, gate.weight]) if gate is not None else None
+    run = Mixture(experts, shared, weight)
     return lambda x: summed(run(x, Products(torch.device(DEVICE), always=True)))
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -285,6 +286,27 @@ def test_wrong_mtp_weights_are_named_in_one_line(name, change, message, checkpoi
     with pytest.raises(GraftError, match=message) as raised:
         load_drafter("mtp", model)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("side", [16, 24])
+def test_weights_in_8_bits_are_multiplied_by_the_scales_of_their_blocks(side, checkpoints, tmp_path):
+    """As transformers unpacks the target's own; of blocks at the end a part may be missing."""
+    model = checkpoints["glm4_moe"].model()
+    tensors = load_file(f"{checkpoints['glm4_moe'].folder}/model.safetensors")
+    name = LAYER + "self_attn.o_proj.weight"
+    small, scales = tensors[name].to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5
+    save_file(tensors | {name: small, name + "_scale_inv": scales}, tmp_path / "model.safetensors")
+    quantised = {"quant_method": "fp8", "weight_block_size": [side, side]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    model.name_or_path = str(tmp_path)
+    found = load_drafter("mtp", model).head.block.model.layers[0].self_attn.o_proj.weight
+    expected = small.float().numpy() * np.kron(scales.numpy(), np.ones((side, side), np.float32))[:32, :32]
+    np.testing.assert_array_equal(found.detach().numpy(), expected)
+    save_file(tensors | {name: small, name + "_scale_inv": scales[:1]}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        GraftError, match=r"o_proj\.weight is torch\.float8_e4m3fn \[32, 32\], and its scales are .*\[1, 2\]"
+    ):
+        load_drafter("mtp", model)
 
 
 def test_the_layer_is_found_by_the_index_of_many_files_and_later_layers_are_left(checkpoints, tmp_path):

@@ -266,7 +266,8 @@ class _Prefill:
             last = length - first - 1  # position of the last token, which is the first round's root
             # If a token has several positions, those for the rotary embedding come last.
             offset = 0 if positions is None else int(positions.view(-1, num_rows, length)[-1, row, -1]) - last
-            batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset)
+            expand = [module.expand_kv for module in model.modules() if hasattr(module, "expand_kv")]
+            batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset, expand)
 
 
 class _CriteriaSequence(Sequence):

@@ -187,7 +187,7 @@ def _seen_among(parents: np.ndarray, depths: np.ndarray) -> Tensor:
 def tree_attention(
     module: Any,  # a model's attention layer
     query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv_heads, slots, head_dim], the layer's whole store
+    key: Tensor,  # [1, kv_heads, slots, head_dim], the layer's whole store; or the step's own, if they are made late
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -202,6 +202,8 @@ def tree_attention(
         given = {name: value for name, value in rare.items() if value is not None} | kwargs
         given |= {"scaling": scaling, "sliding_window": sliding_window}
         return _attend_as_owner(module, query, key, value, attention_mask, **given)
+    if (write := overrides.take_write()) is not None:
+        key, value = write(key, value)
     if kwargs.get("position_bias") is not None:
         raise GraftError(f"{type(module).__name__} uses position biases, which tree verification does not support")
     if softcap is not None and overrides.owners_attention(module.config) == "sdpa":
@@ -262,7 +264,7 @@ def _attend_unfused(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 def _by_kernels(query: Tensor, key: Tensor, value: Tensor, step: KernelStep, scores: Scores) -> Tensor:
     from graft.model.kernels import attention as attention_kernels  # needs Triton: only on GPUs
 
-    tiles = attention_kernels.tiles_for(query.shape[3], query.dtype)
+    tiles = attention_kernels.tiles_for(max(query.shape[3], value.shape[3]), query.dtype)
     out = attention_kernels.tree_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -163,7 +163,7 @@ class CpuLayers:
         self._state = self._read_state()
         self._packed: list[Tensor] = []
         attentions = [layer.mixer for layer in layers]
-        self._heads = [(attention.kv_heads, attention.head_dim) for attention in attentions]
+        self._heads = [(each.kv_heads, each.head_dim, each.value_dim) for each in attentions]
         rotaries = dict.fromkeys(each.rotary for each in attentions if each.rotary is not None)
         self._rotaries: list[Rotary] = list(rotaries)
         self._tables: list[tuple[Tensor, Tensor]] = []
@@ -463,6 +463,8 @@ def why_not_on_cpu(model: PreTrainedModel) -> str | None:
         return str(error)
     if any(isinstance(layer.mlp, Experts) for layer in what.layers):
         return "the C layers have no experts"
+    if any(layer.mixer.latent is not None for layer in describe(model, FewTokensLinear).layers):
+        return "the C layers have no latent attention"
     return None if all_readable(model.parameters()) else "its weights are not plain tensors in one piece"
 
 

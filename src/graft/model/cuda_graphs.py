@@ -165,7 +165,7 @@ class Graphs(Captures):
             reason = None if self.layers.can_be_exact else "its weights' inputs are not multiples of 64"
             if self.store.keys is None:
                 attentions = [layer.mixer for layer in self.layers.what.layers]
-                heads = [(attention.kv_heads, attention.head_dim) for attention in attentions]
+                heads = [(attention.kv_heads, attention.head_dim, attention.value_dim) for attention in attentions]
                 self.store.shape_layers(next(self.model.parameters()), heads)
         if self._exact and reason is not None:
             self._weights = []  # check again next time: the owner may remove a hook
@@ -345,6 +345,8 @@ class CapturedTarget(TargetRunner):
         config, like = self.model.config.get_text_config(), next(self.model.parameters())
         heads, size = config.num_attention_heads, like.element_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        others = (getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim"))
+        head_dim = max(head_dim, *others)
         most = max_tokens + min(LONG_TEXT, self.max_positions or LONG_TEXT)
         splits = attention_kernels.tiles_for(head_dim, like.dtype).count_splits(most)
         by_token = (

@@ -27,7 +27,11 @@ ROUTERS: dict[str, RouterFamily] = {
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe"), RouterFamily()),
     "Mixtral": RouterFamily(normalises=True, wide_weights=True),
     "MiniMaxM2": RouterFamily("sigmoid", normalises=True, wide_weights=True),
-    **dict.fromkeys(("Glm4Moe", "Dots1"), RouterFamily("sigmoid", wide=True, wide_weights=True, added_to_sum=1e-20)),
+    **dict.fromkeys(
+        ("Glm4Moe", "Glm4MoeLite", "Dots1", "DeepseekV3"),
+        RouterFamily("sigmoid", wide=True, wide_weights=True, added_to_sum=1e-20),
+    ),
+    "DeepseekV2": RouterFamily(normalises=False, wide=True, wide_weights=True),
     "Ernie4_5_Moe": RouterFamily(normalises=True, wide=True),
     "GptOss": RouterFamily("softmax_of_chosen", normalises=False),
 }
@@ -61,6 +65,7 @@ def read_experts(
     corrections = [getattr(owner, "e_score_correction_bias", None) for owner in owners]
     correction = next((each for each in corrections if each is not None), None)
     shared = next((each for name in _SHARED_NAMES if (each := getattr(block, name, None)) is not None), None)
+    method = getattr(router, "topk_method", None)  # "group_limited_greedy" ranks groups by their best expert
     normalises = router.norm_topk_prob if family.normalises is None else family.normalises
     return Experts(
         router=Router(
@@ -69,7 +74,7 @@ def read_experts(
             correction=correction,
             scoring=family.scoring,
             top_k=router.top_k,
-            groups=getattr(router, "num_group", 1),
+            groups=1 if method == "greedy" else getattr(router, "num_group", 1),
             top_groups=getattr(router, "topk_group", 1),
             normalise=normalises,
             least_sum=getattr(router, "norm_min", 0.0),

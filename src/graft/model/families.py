@@ -17,7 +17,19 @@ from transformers import PreTrainedModel
 
 from graft.model import expert_families
 from graft.model.expert_families import ROUTERS
-from graft.model.network import Activation, Attention, Experts, Layer, Mlp, Network, Norm, Rotary, Side, SideInputs
+from graft.model.network import (
+    Activation,
+    Attention,
+    Experts,
+    Latent,
+    Layer,
+    Mlp,
+    Network,
+    Norm,
+    Rotary,
+    Side,
+    SideInputs,
+)
 from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, has_only_weights, written_in
 
@@ -26,7 +38,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 MAX_HEAD_DIM = 512
 MAX_HIDDEN = 16384  # the largest hidden size that a program of the norm kernel holds
-_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")  # of a family's file, which our layers compute too
+# Of a family's file, which our layers compute too.
+_FUNCTIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb", "rotate_half")
 _ACTIVATIONS: dict[str, Activation] = {
     **{"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh"},
     **{"GELUActivation": "gelu", "GELU": "gelu", "ReLUSquaredActivation": "relu_squared"},
@@ -81,11 +94,14 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "SeedOss", "Cwm", "Ministral", "Granite"), Family()),
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe", "Dots1", "MiniMaxM2"), Family()),
     **dict.fromkeys(("Mistral", "Ministral3", "Mixtral"), Family(config_window=True)),
-    "Arcee": _UNGATED,
+    **dict.fromkeys(("GraniteSWA", "Qwen2_5_VL", "Qwen3VL"), Family()),
+    **dict.fromkeys(("Arcee", "Jais2"), _UNGATED),
     "Nemotron": replace(_UNGATED, plus_one=True),
     "SmolLM3": Family(turns_if="use_rope"),
     "Exaone4": replace(_AFTER, turns_if="is_sliding"),
     **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True, wide=True)),
+    "DeepseekV2": Family(interleaved=True, wide=True),
+    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite", "Youtu"), Family()),
     "GptOss": Family(rounds=False),
     "Helium": Family(rounds=False, interleaved=True),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), norms_turned=True),
@@ -124,7 +140,8 @@ def describe(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> Net
     text = getattr(text, "language_model", text)
     own = type(text).__module__
     name = type(text).__name__.removesuffix("Model").removesuffix("Text")
-    if name not in FAMILIES or not own.startswith("transformers.models.") or not hasattr(outer, "lm_head"):
+    are_transformers = all(type(each).__module__.startswith("transformers.models.") for each in (model, text))
+    if name not in FAMILIES or not are_transformers or not hasattr(outer, "lm_head"):
         raise NotDescribedError(f"{type(model).__name__} is not of a family that is described")
     if (touched := changed_module(model)) is not None:
         raise NotDescribedError(f"{touched} has a hook or a forward of its own")
@@ -162,6 +179,8 @@ class _Reader:
         text, config, family = self._text, self._config, self._family
         _refuse_if(config.hidden_size > MAX_HIDDEN, f"its hidden size is {config.hidden_size}")
         # What only some models of these families have, and our layers do not.
+        grouped = getattr(config, "topk_method", None) == "group_limited_greedy"
+        _refuse_if(grouped, "its routers rank groups by their best expert")
         for option in ("clip_qkv", "enable_moe_block", "use_bidirectional_attention"):
             _refuse_if(bool(getattr(config, option, None)), f"its config has {option}")
         modules = [(text, "Model"), (text.rotary_emb, "RotaryEmbedding"), *((layer, "Layer") for layer in text.layers)]
@@ -242,6 +261,8 @@ class _Reader:
     def _attention(self, attention: Any, layer_type: str | None, shared: int | None) -> Attention:
         family, config = self._family, self._config
         self._check_own(attention, "Attention")
+        if hasattr(attention, "kv_a_proj_with_mqa"):
+            return self._latent_attention(attention)
         head_dim = attention.head_dim
         values_are_keys = shared is None and getattr(attention, "v_proj", 0) is None
         names = family.qkv[:1] if shared is not None else family.qkv[:2] if values_are_keys else family.qkv
@@ -282,6 +303,30 @@ class _Reader:
             growth=self._growth(),
             values_are_keys=values_are_keys,
             kv_of=shared,
+        )
+
+    def _latent_attention(self, attention: Any) -> Attention:
+        rank, head_dim, value_dim = attention.kv_lora_rank, attention.qk_head_dim, attention.v_head_dim
+        is_short = attention.q_proj is None
+        query = attention.q_a_proj if is_short else attention.q_proj
+        qkv = self._product(query), self._product(attention.kv_a_proj_with_mqa)
+        kv, o = self._product(attention.kv_b_proj), self._product(attention.o_proj)
+        rotary = self._rotary(None, attention.qk_rope_head_dim)
+        if getattr(self._config, "rope_interleave", False):
+            rotary = replace(rotary, interleaved=True, spreads=True)
+        heads = o.in_features // value_dim
+        is_usual = rotary.dims == qkv[1].out_features - rank and kv.bias is None and head_dim <= MAX_HEAD_DIM
+        _refuse_if(not is_usual or (query.bias is None) != (qkv[1].bias is None), "unusual attention")
+        return Attention(
+            *(qkv, o, heads, heads, head_dim, attention.scaling),
+            rotary=rotary,
+            latent=Latent(
+                q_norm=self._norm(attention.q_a_layernorm) if is_short else None,
+                q=self._product(attention.q_b_proj) if is_short else None,
+                kv_norm=self._norm(attention.kv_a_layernorm),
+                kv=kv,
+                value_dim=value_dim,
+            ),
         )
 
     def _turns(self, attention: Any) -> bool:

@@ -13,8 +13,9 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
+from graft.model import overrides
 
 PAGE = 64  # tokens per page; the attention kernels sum in blocks of this size
 _FIRST_PAGES = 64  # initial size of a pool that grows
@@ -76,13 +78,14 @@ class KVStore:
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
-    def shape_layers(self, like: Tensor, heads: Sequence[tuple[int, int]]) -> None:
-        """Allocate keys and values of these (heads, head_dim) by layer."""
-        self.shape(like, heads[0])
-        for layer, own in enumerate(heads):
-            if own != heads[0]:
-                shape = (1, self._num_slots, *own)
-                self._others[layer] = _zeros(like, shape), _zeros(like, shape)
+    def shape_layers(self, like: Tensor, heads: Sequence[tuple[int, int, int]]) -> None:
+        """Allocate keys and values of these (heads, head_dim, value_dim) by layer."""
+        count, *dims = heads[0]
+        self.shape(like, (count, dims[0]), (count, dims[1]))
+        for layer, (count, *dims) in enumerate(heads):
+            if heads[layer] != heads[0]:
+                keys, values = (_zeros(like, (1, self._num_slots, count, size)) for size in dims)
+                self._others[layer] = keys, values
 
     @property
     def by_layer(self) -> list[Pair]:
@@ -503,10 +506,20 @@ class KVCache(Cache):
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
 
-    def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
+    def fill(
+        self,
+        row: int,
+        source: Cache,
+        source_row: int,
+        first: int,
+        end: int,
+        offset: int,
+        expand: Sequence[Callable[[Tensor, Tensor], Pair]] = (),
+    ) -> None:
         """Copy the entries [first, end) of a cache that the model's own forward has filled to an empty row, and commit.
 
-        offset: `Row.offset` of the tokens that follow.
+        offset: `Row.offset` of the tokens that follow. expand: by layer, what makes keys and values of cached latents;
+        empty: there are none.
         """
         own = self.rows[row]
         self.pool.ensure(own, end - first)
@@ -516,6 +529,7 @@ class KVCache(Cache):
             if states[0] is None:  # the layer shares another layer's keys and values
                 continue
             states = [part[source_row : source_row + 1, :, first:end] for part in states]
+            states = expand[layer](*states) if expand else states
             for stored, part in zip(self.store.of_layer(layer, *states), states, strict=True):
                 stored.index_copy_(0, slots, part[0].transpose(0, 1))
         own.length, own.offset = end - first, offset
@@ -546,13 +560,22 @@ class KVCache(Cache):
         return self._slots
 
     def read_until(self, end: int) -> None:
-        """Hide slots from `end` on, because latent attention would expand all slots that it gets."""
+        """Hide slots from `end` on, because some models copy all values that they get."""
         self._end = end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [1, heads, T, head_dim]; return those to read, in the same form."""
+        """Write a layer's new keys and values [1, heads, T, head_dim]; return those to read, in the same form.
+
+        Latents are returned as they are; see `overrides.expands_latents`.
+        """
+        if overrides.expands_latents():
+            overrides.write_later(partial(self._write, layer_idx))
+            return key_states, value_states
+        return self._write(layer_idx, key_states, value_states)
+
+    def _write(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Pair:
         assert self._slots is not None
         keys, values = self.store.of_layer(layer_idx, key_states, value_states)
         for stored, states in ((keys, key_states), (values, value_states)):

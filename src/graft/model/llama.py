@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 from graft.model import network
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import latent as latent_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import rotary as rotary_kernels
@@ -99,7 +100,8 @@ class Layer:
         attention, mlp = what.mixer, what.mlp
         own: Dense | Mixture
         if isinstance(mlp, network.Experts):
-            own = Mixture(mlp, Dense.of(mlp.shared) if mlp.shared is not None else None)
+            gate, shared = mlp.shared_gate, Dense.of(mlp.shared) if mlp.shared is not None else None
+            own = Mixture(mlp, shared, fuse_parameters([mlp.router.weight, gate.weight]) if gate is not None else None)
         else:
             own = Dense.of(mlp)
         return cls(
@@ -112,7 +114,9 @@ class Layer:
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those that `Products` multiplies by."""
-        return self.qkv, self.o, *self.mlp.weights
+        latent = self.what.mixer.latent
+        parts = () if latent is None else (latent.q, latent.kv)
+        return self.qkv, self.o, *self.mlp.weights, *(part.weight for part in parts if part is not None)
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,7 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[Layer], multiply: Products) -> None:
         self.layers, self._multiply = layers, multiply
-        # A layer of experts is many small kernels, whatever its size.
-        has_experts = any(isinstance(layer.mlp, Mixture) for layer in layers)
-        self._is_small = has_experts or sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
+        self._is_small = sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
 
     def __call__(
         self,
@@ -149,16 +151,15 @@ class LayerStack:
 
         seen: by layer, what its tokens see, if that differs from the step.
         """
-        kinds = {
-            (layer.what.mixer.heads, layer.what.mixer.kv_heads, layer.what.mixer.head_dim) for layer in self.layers
-        }
+        mixers = [layer.what.mixer for layer in self.layers]
+        kinds = {(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
         size = 0
-        for heads, kv_heads, head_dim in kinds:
-            tiles = attention_kernels.tiles_for(head_dim, stream.dtype)
+        for heads, kv_heads, head_dim, value_dim in kinds:
+            tiles = attention_kernels.tiles_for(max(head_dim, value_dim), stream.dtype)
             for each in seen or (step,):
                 each.plan(heads // kv_heads, tiles)  # before any launch that may overlap
             layouts = (each.layout for each in (step, *(seen or ())))
-            size = max(size, *(attention_kernels.scratch_size(layout, heads, head_dim, tiles) for layout in layouts))
+            size = max(size, *(attention_kernels.scratch_size(layout, heads, value_dim, tiles) for layout in layouts))
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
         inputs = []
         last: Addition | None = None  # still to be added to the stream
@@ -191,7 +192,11 @@ class LayerStack:
         source = what.mixer.kv_of
         keys, values = stored[number if source is None else source]
         qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-        attended = attend_in_store(qkv, keys, values, step, rotary, what.mixer, seen=seen, scratch=scratch)
+        if what.mixer.latent is not None:
+            query = self._expand(qkv, what.mixer, what.mixer.latent, keys, values, step, rotary)
+            attended = _attend(query, keys, values, seen or step, what.mixer, scratch)
+        else:
+            attended = attend_in_store(qkv, keys, values, step, rotary, what.mixer, seen=seen, scratch=scratch)
         delta = multiply(attended, layer.o, layer.o_bias)
         if what.parallel is not None:
             more = layer.mlp(normed, multiply)
@@ -200,6 +205,26 @@ class LayerStack:
         stream, normed = _add(stream, Addition(delta, what.post, scale=what.residual_scale), what.pre_mlp)
         given = layer.mlp(normed, multiply)
         return stream, Addition(given, what.post_mlp, None, False, what.residual_scale, what.output_scale)
+
+    def _expand(
+        self,
+        vectors: Tensor,
+        attention: network.Attention,
+        latent: network.Latent,
+        keys: Tensor,
+        values: Tensor,
+        step: KernelStep,
+        rotary: Rotary,
+    ) -> Tensor:
+        """Make queries of latent vectors, and write the step's keys and values. vectors: outputs of `attention.qkv`."""
+        rank, dims = latent.rank, attention.rotary.dims if attention.rotary is not None else 0
+        query, vector, turning = vectors.split((vectors.shape[1] - rank - dims, rank, dims), dim=1)
+        if latent.q is not None:
+            query = self._multiply(_add(query, None, latent.q_norm)[1], latent.q.weight.detach())
+        expanded = self._multiply(_add(vector, None, latent.kv_norm)[1], latent.kv.weight.detach())
+        return latent_kernels.turn_and_store(
+            *(query, turning, expanded, keys, values, step.layout, rotary.cos, rotary.sin, attention)
+        )
 
     def _run_side(self, side: network.Side, stream: Tensor, last: Addition, given: Tensor) -> tuple[Tensor, Addition]:
         """The stream after the MLP, and what the layer's side adds."""
@@ -361,15 +386,26 @@ def attend_in_store(
     rotary_kernels.rotate_and_store(
         *(qkv, keys, values, step.layout, rotary.cos, rotary.sin), attention=attention, growth=rotary.growth
     )
-    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
-    tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
-    seen = seen or step
+    query = qkv.view(len(qkv), -1, attention.head_dim)[:, : attention.heads]
+    return _attend(query, keys, values, seen or step, attention, scratch, dtype)
+
+
+def _attend(
+    query: Tensor,  # [T, heads, head_dim]
+    keys: Tensor,
+    values: Tensor,
+    seen: KernelStep,
+    attention: network.Attention,
+    scratch: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    tiles = attention_kernels.tiles_for(max(attention.head_dim, attention.value_dim), query.dtype)
     return attention_kernels.tree_attention(
-        qkv.view(len(qkv), -1, head_dim)[:, :heads],
+        query,
         keys,
         values,
         seen.layout,
-        seen.plan(heads // kv_heads, tiles),
+        seen.plan(attention.heads // attention.kv_heads, tiles),
         scale=attention.scale,
         window=attention.window,
         chunk=attention.chunk,

@@ -30,17 +30,15 @@ class SharedExpert(Protocol):
 class Mixture:
     """The experts of one layer."""
 
-    def __init__(self, experts: Experts, shared: SharedExpert | None = None) -> None:
-        self._experts, self._shared = experts, shared
-        router = experts.router
-        gate = experts.shared_gate
-        self._weight = router.weight if gate is None else torch.cat([router.weight, gate.weight.to(router.weight)])
+    def __init__(self, experts: Experts, shared: SharedExpert | None = None, weight: Tensor | None = None) -> None:
+        """weight: the router's with that of the shared expert's gate as the last row, if there is one."""
+        self._experts, self._shared, self._weight = experts, shared, weight
         gate_up, down = (_by_output(weight, experts.transposed) for weight in (experts.gate_up, experts.down))
         self._gate_up, self._down = _in_parts(gate_up, experts.interleaved), down[:, None]
         self._gate_up_bias = self._down_bias = None
         if experts.gate_up_bias is not None and experts.down_bias is not None:
-            self._gate_up_bias = _in_parts(experts.gate_up_bias.detach(), experts.interleaved).contiguous()
-            self._down_bias = experts.down_bias.detach()
+            self._gate_up_bias = _in_parts(experts.gate_up_bias.detach(), experts.interleaved)
+            self._down_bias = experts.down_bias.detach()[:, None]
         self._clamp = (
             (experts.limit, experts.alpha) if experts.limit is not None and experts.alpha is not None else None
         )

@@ -47,13 +47,15 @@ class Rotary:
     interleaved: bool = False  # pairs are neighbours; otherwise halves apart
     wide: bool = False  # the sum of the two products is rounded once, not each product
     limit: int | None = None  # positions from here on would change the table of all
+    spreads: bool = False  # pairs are neighbours, and come to stand halves apart
 
     @torch.no_grad()
     def table(self, like: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, dims / 2] of the first positions, on the device of `like` [any, any]."""
         positions = torch.arange(min(num_positions, self.limit or num_positions), device=like.device)[None]
         kind = () if self.layer_type is None else (self.layer_type,)
-        cos, sin = (table[0] for table in self.module(like[:1], positions, *kind))
+        found = self.module(like[:1], positions, *kind)
+        cos, sin = (table[0] for table in ((found.real, found.imag) if isinstance(found, Tensor) else found))
         half = self.dims // 2
         if cos.shape[1] == half:
             return cos.contiguous(), sin.contiguous()
@@ -61,6 +63,25 @@ class Rotary:
         is_repeated = not torch.equal(cos[:, :half], cos[:, half:])
         own = slice(None, None, 2) if is_repeated else slice(half)
         return cos[:, own].contiguous(), sin[:, own].contiguous()
+
+
+@dataclass(frozen=True)
+class Latent:
+    """What makes queries, keys and values of short vectors (multi-head latent attention).
+
+    The outputs of `Attention.qkv` are then the queries' vector, or the queries; the vector of keys and values; and the
+    part of keys that turns, which all heads share. It stands behind each head's own part, as in queries.
+    """
+
+    q_norm: Norm | None  # of the queries' vector
+    q: nn.Linear | None
+    kv_norm: Norm
+    kv: nn.Linear  # of each head its own part of the key, then its value
+    value_dim: int
+
+    @property
+    def rank(self) -> int:
+        return self.kv.in_features
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,11 @@ class Attention:
     growth: tuple[float, int] | None = None  # (b, n): queries are multiplied by 1 + b * log(1 + position // n)
     values_are_keys: bool = False  # values are the keys before norm and rotation, and qkv has none
     kv_of: int | None = None  # the earlier layer whose keys and values are read; qkv has queries only
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "graft"  # of tree attention, among transformers' attention functions
@@ -36,6 +37,8 @@ class _Override:
 _LOCK = threading.Lock()
 _OVERRIDES: dict[tuple[str, int], _Override] = {}  # by what is changed, and the id of the config or model
 _THREAD = threading.local()
+_EXPANDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+Write = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @contextmanager
@@ -47,11 +50,12 @@ def use_tree_attention(model: PreTrainedModel, step: Any) -> Iterator[None]:
     """
     config = model.config.get_text_config()
     with _shared(("attention", id(config)), lambda: _set_attention(config)), _uncompiled():
-        outside, _THREAD.step = current_step(), step
+        outside = current_step(), expands_latents()
+        _THREAD.step, _THREAD.expands = step, _expands_latents(model)
         try:
             yield
         finally:
-            _THREAD.step = outside
+            _THREAD.step, _THREAD.expands = outside
 
 
 @contextmanager
@@ -77,6 +81,32 @@ def _uncompiled() -> Iterator[None]:
 def current_step() -> Any:
     """The step of this thread's forward (`Visibility` or `KernelStep`); None if the forward is not one of ours."""
     return getattr(_THREAD, "step", None)
+
+
+def expands_latents() -> bool:
+    """Whether the model of this thread's forward caches latents, and makes keys and values of all that it gets back.
+
+    Then the cache gives back a step's own latents, and attention stores the keys and values that are made of them.
+    """
+    return getattr(_THREAD, "expands", False)
+
+
+def _expands_latents(model: nn.Module) -> bool:
+    found = _EXPANDS.get(model)
+    if found is None:
+        found = _EXPANDS[model] = any(hasattr(module, "expand_kv") for module in model.modules())
+    return found
+
+
+def write_later(write: Write) -> None:
+    """Let the attention that this thread computes next write keys and values."""
+    _THREAD.write = write
+
+
+def take_write() -> Write | None:
+    """What `write_later` was given, once."""
+    write, _THREAD.write = getattr(_THREAD, "write", None), None
+    return write
 
 
 def owners_attention(config: PreTrainedConfig) -> str:

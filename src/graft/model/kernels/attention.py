@@ -22,6 +22,7 @@ launch can be captured in a CUDA graph and replayed while the text grows.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +151,7 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
 def tree_attention(
     query: Tensor,  # [T, heads, head_dim]
     keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store with the step's own keys
-    values: Tensor,
+    values: Tensor,  # [num_slots, kv_heads, value_dim]
     layout: Layout,
     plan: Plan,  # made with the same tiles
     *,
@@ -163,7 +164,7 @@ def tree_attention(
     scratch: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
+    """Attention of every token over its row's committed tokens and its own path, [T, heads * value_dim].
 
     window: keys this many or more positions back are masked. chunk: keys in earlier chunks of this many positions are
     masked. At most one of the two is given.
@@ -172,23 +173,25 @@ def tree_attention(
     dtype: of the result; None: the queries'.
     """
     num_tokens, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, value_dim = keys.shape[1], values.shape[2]
     _check_stored(query, keys, values)
     _check_layout(layout)
-    tiles = tiles or tiles_for(head_dim, query.dtype)
+    tiles = tiles or tiles_for(max(head_dim, value_dim), query.dtype)
     num_splits = _num_splits(layout, tiles)
     num_states = _num_states(num_tokens * heads, num_splits)
     if scratch is None:
-        scratch = query.new_empty(num_states * (head_dim + 2), dtype=torch.float32)
-    sums, maxima, totals = scratch[: num_states * (head_dim + 2)].split((num_states * head_dim, num_states, num_states))
-    out = query.new_empty(num_tokens, heads * head_dim, dtype=dtype or query.dtype)
+        scratch = query.new_empty(num_states * (value_dim + 2), dtype=torch.float32)
+    sizes = (num_states * value_dim, num_states, num_states)
+    sums, maxima, totals = scratch[: sum(sizes)].split(sizes)
+    out = query.new_empty(num_tokens, heads * value_dim, dtype=dtype or query.dtype)
 
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     cap_scale = 0.0
     if softcap is not None:  # the kernel computes tanh, and the cap becomes the scale of its result
         cap_scale, log2_scale = 2 * log2_scale / softcap, softcap * _LOG2_E
-    stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale)
+    strides = (part.stride()[:2] for part in (query, keys, values))
+    stored = (query, keys, values, *itertools.chain(*strides), log2_scale, cap_scale)
     by_row = (layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
@@ -197,8 +200,10 @@ def tree_attention(
         "GROUP": group,
         "TOKENS": tiles.tokens(group),
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_N": tiles.keys,
         "BLOCK_D": _padded(head_dim),
+        "BLOCK_V": _padded(value_dim),
         "SPLITS": tiles.splits,
         "REACH": reach,
         "CAPPED": softcap is not None,
@@ -233,12 +238,12 @@ def tree_attention(
         *(layout.rows, layout.places, layout.depths, *states, out, out if sinks is None else sinks),
         GROUP=group,
         TOKENS=tiles.tokens(group),
-        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.keys,
-        BLOCK_D=_padded(head_dim),
+        BLOCK_V=_padded(value_dim),
         BLOCK_G=members,
-        BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
+        BLOCK_S=max(tiles.combined // (members * _padded(value_dim)), 1),
         SPLITS=tiles.splits,
         REACH=reach,
         HAS_SINKS=sinks is not None,
@@ -248,14 +253,14 @@ def tree_attention(
     return out
 
 
-def scratch_size(layout: Layout, heads: int, head_dim: int, tiles: Tiles) -> int:
+def scratch_size(layout: Layout, heads: int, value_dim: int, tiles: Tiles) -> int:
     """The number of float32 values that `tree_attention` needs as scratch memory."""
-    return _num_states(len(layout.rows) * heads, _num_splits(layout, tiles)) * (head_dim + 2)
+    return _num_states(len(layout.rows) * heads, _num_splits(layout, tiles)) * (value_dim + 2)
 
 
 def commit(
     keys: Tensor,  # [layers, num_slots, kv_heads, head_dim]
-    values: Tensor,
+    values: Tensor,  # [layers, num_slots, kv_heads, value_dim]
     tables: Tensor,  # [table_rows, max_pages] int32
     table_rows: Tensor,  # [R] int32
     lengths: Tensor,  # [R] int32 committed tokens; the root follows them
@@ -263,16 +268,17 @@ def commit(
     counts: Tensor,  # [R] int32 number of accepted tokens below the root
 ) -> None:
     """Move each row's accepted tokens to the places right after its root, in all layers."""
-    layers, _, kv_heads, head_dim = keys.shape
-    entry = kv_heads * head_dim
-    if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
-        raise ValueError("a token's keys must be contiguous, and values must have the same strides")
+    if not (keys[0].is_contiguous() and values[0].is_contiguous()):
+        raise ValueError("a layer's keys, and its values, must be contiguous")
     _check_indices(tables, table_rows, lengths, places, counts)
-    block = min(triton.next_power_of_2(entry), 1024)
-    grid = (triton.cdiv(entry, block), layers, len(table_rows))
-    sizes = (tables.shape[1], places.shape[1])
-    _commit_kernel[grid](
-        keys, values, tables, table_rows, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
+    entries = keys[0, 0].numel(), values[0, 0].numel()
+    block = min(triton.next_power_of_2(max(entries)), 1024)
+    _commit_kernel[triton.cdiv(max(entries), block), len(keys), len(table_rows)](
+        *(keys, values, tables, table_rows, lengths, places, counts, tables.shape[1], places.shape[1]),
+        *(keys.stride(0), values.stride(0)),
+        KEY=entries[0],
+        VALUE=entries[1],
+        BLOCK=block,
     )
 
 
@@ -320,8 +326,8 @@ def _check_layout(layout: Layout) -> None:
 def _check_stored(query: Tensor, keys: Tensor, values: Tensor) -> None:
     if query.shape[1] % keys.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {keys.shape[1]} key heads evenly")
-    if query.stride(-1) != 1 or keys.stride(-1) != 1 or keys.stride() != values.stride():
-        raise ValueError("a head's numbers must be contiguous, and keys and values must have the same strides")
+    if any(part.stride(-1) != 1 for part in (query, keys, values)):
+        raise ValueError("a head's numbers must be contiguous")
 
 
 def _check_indices(*indices: Tensor) -> None:
@@ -414,12 +420,12 @@ def _store_state(
     acc: tl.tensor,
     maximum: tl.tensor,
     total: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:
-    dims = tl.arange(0, BLOCK_D)
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(sums + (state.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
+    dims = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (dims < VALUE_DIM)[None, :]
+    tl.store(sums + (state.to(tl.int64) * VALUE_DIM)[:, None] + dims[None, :], acc, mask=mask)
     tl.store(maxima + state, maximum, mask=real)
     tl.store(totals + state, total, mask=real)
 
@@ -469,18 +475,18 @@ def _combine(
     first: int,
     last: int,
     sink: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> tl.tensor:
-    """Combine the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] scores of the sinks.
+    """Combine the splits from first to last of some rows, [BLOCK_G, BLOCK_V]. sink: [BLOCK_G] scores of the sinks.
 
     Splits are combined in groups with fixed borders. A split that is fully masked for a row leaves its sums unchanged.
     """
-    dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    dims = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     for start in range(first // BLOCK_S * BLOCK_S, last + 1, BLOCK_S):
@@ -488,8 +494,8 @@ def _combine(
         exists = ((split >= first) & (split <= last))[:, None] & real[None, :]
         states = state[None, :] + split[:, None]  # [BLOCK_S, BLOCK_G]
         part = tl.load(
-            sums + (states * HEAD_DIM)[:, :, None] + dims[None, None, :],
-            mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            sums + (states * VALUE_DIM)[:, :, None] + dims[None, None, :],
+            mask=exists[:, :, None] & (dims < VALUE_DIM)[None, None, :],
             other=0.0,
         )
         greatest = tl.load(maxima + states, mask=exists, other=float("-inf"))
@@ -759,8 +765,10 @@ def _prefix_kernel(
     values: tl.tensor,
     query_token: tl.int64,  # strides
     query_head: int,
-    cache_slot: int,
-    cache_head: int,
+    key_slot: int,
+    key_head: int,
+    value_slot: int,
+    value_head: int,
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
@@ -775,16 +783,18 @@ def _prefix_kernel(
     num_items: tl.tensor,
     num_splits: int,
     window: int,
-    sums: tl.tensor,  # [T * heads, splits, head_dim], by token, key head and then query head
+    sums: tl.tensor,  # [T * heads, splits, value_dim], by token, key head and then query head
     maxima: tl.tensor,  # [T * heads, splits]
     totals: tl.tensor,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     USED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -800,8 +810,8 @@ def _prefix_kernel(
         return
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
-    keys += kv_head * cache_head
-    values += kv_head * cache_head
+    keys += kv_head * key_head
+    values += kv_head * value_head
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         batch = tl.load(items + item * 3)
         tile = tl.load(items + item * 3 + 1)
@@ -831,7 +841,7 @@ def _prefix_kernel(
                 query, token * query_token + (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True
             )
 
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             for start in range(begin, end, BLOCK_N):
@@ -840,8 +850,10 @@ def _prefix_kernel(
                 index = tl.cast(start, tl.int32)  # in Triton's interpreter `start` is a plain number
                 slot = page.to(tl.int64) * _PAGE + index % _PAGE
                 page = tl.load(table + (index + BLOCK_N) // _PAGE, mask=index + BLOCK_N < end, other=0)
-                key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
-                value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
+                key = _load_rows(keys + slot * key_slot, place * key_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
+                value = _load_rows(
+                    values + slot * value_slot, place * value_slot, place >= 0, VALUE_DIM, BLOCK_V, False
+                )
                 acc, maximum, total = _add_block(
                     q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, REACH != _ALL, CAPPED, PRECISION
                 )
@@ -853,13 +865,13 @@ def _prefix_kernel(
                     seen = positions[None, :] <= position[:, None]
                     if REACH != _ALL:
                         seen = seen & _reaches(positions, position, window, REACH)
-                    key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-                    value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    key = _load_rows(keys, slots * key_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    value = _load_rows(values, slots * value_slot, exists, VALUE_DIM, BLOCK_V, True)
                     acc, maximum, total = _add_block(
                         q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
                     )
             state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
-            _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+            _store_state(sums, maxima, totals, state, real, acc, maximum, total, VALUE_DIM, BLOCK_V)
     wait_for_previous(OVERLAPS)  # in programs without an item too
 
 
@@ -870,8 +882,10 @@ def _tail_kernel(
     values: tl.tensor,
     query_token: tl.int64,
     query_head: int,
-    cache_slot: int,
-    cache_head: int,
+    key_slot: int,
+    key_head: int,
+    value_slot: int,
+    value_head: int,
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
@@ -892,9 +906,11 @@ def _tail_kernel(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -911,8 +927,8 @@ def _tail_kernel(
         return
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
-    keys += kv_head * cache_head
-    values += kv_head * cache_head
+    keys += kv_head * key_head
+    values += kv_head * value_head
     for strip in range(tl.program_id(0), tl.load(num_strips), tl.num_programs(0)):
         batch = tl.load(strips + strip * 4)
         deepest = tl.load(strips + strip * 4 + 1)
@@ -947,7 +963,7 @@ def _tail_kernel(
         # Load the prefix kernel's state of this split, if it has one.
         first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, REACH))
         going_on = real & (first < prefix_end)
-        acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
+        acc = _load_rows(sums, state.to(tl.int64) * VALUE_DIM, going_on, VALUE_DIM, BLOCK_V, True)
         maximum = tl.load(maxima + state, mask=going_on, other=float("-inf"))
         total = tl.load(totals + state, mask=going_on, other=0.0)
         for start in range(begin, end, BLOCK_N):
@@ -960,12 +976,12 @@ def _tail_kernel(
             seen = positions[None, :] <= own[:, None]
             if REACH != _ALL:
                 seen = seen & _reaches(positions, own, window, REACH)
-            key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-            value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+            key = _load_rows(keys, slots * key_slot, exists, HEAD_DIM, BLOCK_D, True)
+            value = _load_rows(values, slots * value_slot, exists, VALUE_DIM, BLOCK_V, True)
             acc, maximum, total = _add_block(
                 q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
             )
-        _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+        _store_state(sums, maxima, totals, state, real, acc, maximum, total, VALUE_DIM, BLOCK_V)
     wait_for_previous(OVERLAPS)  # in programs without a strip too
 
 
@@ -983,14 +999,14 @@ def _combine_kernel(
     sums: tl.tensor,
     maxima: tl.tensor,
     totals: tl.tensor,
-    out: tl.tensor,  # [T, heads * head_dim]
+    out: tl.tensor,  # [T, heads * value_dim]
     sinks: tl.tensor,  # [heads]
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -1018,10 +1034,12 @@ def _combine_kernel(
         sink = tl.load(sinks + kv_head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * _TO_LOG2
     at = head * num_splits
     wait_for_previous(OVERLAPS)
-    result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
-    dims = tl.arange(0, BLOCK_D)
-    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], fitted(result, out.dtype.element_ty), mask=mask)
+    result = _combine(
+        sums, maxima, totals, at, real, first, last, sink, VALUE_DIM, BLOCK_V, BLOCK_G, BLOCK_S, HAS_SINKS
+    )
+    dims = tl.arange(0, BLOCK_V)
+    mask = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    tl.store(out + (head * VALUE_DIM)[:, None] + dims[None, :], fitted(result, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])
@@ -1035,9 +1053,10 @@ def _commit_kernel(
     counts: tl.tensor,
     max_pages: int,
     max_places: int,
-    layer: tl.int64,  # strides
-    slot: tl.int64,
-    ENTRY: tl.constexpr,
+    key_layer: tl.int64,  # strides
+    value_layer: tl.int64,
+    KEY: tl.constexpr,  # numbers of a token
+    VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Move a part of the keys and values of one row's path in one layer, node after node.
@@ -1045,15 +1064,15 @@ def _commit_kernel(
     A node only moves to a lower place, so in this order no node is overwritten before it has moved.
     """
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = part < ENTRY
     row = tl.program_id(2)
     length = tl.load(lengths + row)
     table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
-    offset = tl.program_id(1) * layer + part
+    keys += tl.program_id(1) * key_layer + part
+    values += tl.program_id(1) * value_layer + part
     for step in range(tl.load(counts + row)):
         place = tl.load(places + row * max_places + step)
         if place != step + 1:
-            source = offset + slot_of(table, length + place, place >= 0, max_pages) * slot
-            target = offset + slot_of(table, length + step + 1, place >= 0, max_pages) * slot
-            tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
-            tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)
+            source = slot_of(table, length + place, place >= 0, max_pages)
+            target = slot_of(table, length + step + 1, place >= 0, max_pages)
+            tl.store(keys + target * KEY, tl.load(keys + source * KEY, mask=part < KEY), mask=part < KEY)
+            tl.store(values + target * VALUE, tl.load(values + source * VALUE, mask=part < VALUE), mask=part < VALUE)

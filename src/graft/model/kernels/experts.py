@@ -99,7 +99,13 @@ def multiply(
     _expert_kernel[num_items, triton.cdiv(num_outputs, tile.outputs)](
         *(x, source, bias, out, choice.experts),
         *((groups.members, groups.items, groups.count) if groups is not None else (None, None, None)),
-        *(num_items, num_outputs, num_inputs, *weight.stride()[:3]),
+        *(
+            num_items,
+            num_outputs,
+            num_inputs,
+            *weight.stride()[:3],
+            *(bias.stride() if bias is not None else (0, 0, 0)),
+        ),
         *(clamp or (0.0, 0.0)),
         PAIRS_BY_ROW=num_pairs // len(x),
         PARTS=parts,
@@ -141,6 +147,9 @@ def _expert_kernel(
     expert_stride: tl.int64,
     part_stride: int,
     output_stride: int,
+    bias_expert: int,
+    bias_part: int,
+    bias_output: int,
     limit: float,
     alpha: float,
     PAIRS_BY_ROW: tl.constexpr,
@@ -204,10 +213,10 @@ def _expert_kernel(
     result = acc.to(stored)
     up = ups.to(stored)
     if bias is not None:  # transformers' modules round before they add it
-        bias += expert * PARTS * num_outputs + outputs
+        bias += expert * bias_expert + outputs * bias_output
         result = _plus(result, tl.load(bias, mask=outputs < num_outputs, other=0.0)[:, None])
         if PARTS == 2:
-            up = _plus(up, tl.load(bias + num_outputs, mask=outputs < num_outputs, other=0.0)[:, None])
+            up = _plus(up, tl.load(bias + bias_part, mask=outputs < num_outputs, other=0.0)[:, None])
     if IS_CLAMPED:
         result = _clamped_gated(result, up, limit, alpha)
     elif PARTS == 2:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,11 +68,12 @@ def add_norm(
     if delta is None:
         total = stream
     elif total is None:
-        total = torch.empty_like(stream)
+        total = stream.new_empty(stream.shape)
     if norm is None and delta is not None:
         normed = total
     elif normed is None:
-        normed = torch.empty_like(stream)
+        normed = stream.new_empty(stream.shape)
+    assert stream.stride(1) == 1
     weight, bias, own_eps, flags = parts_of(norm, eps, stream)
     post_weight, post_bias, post_eps, post_flags = parts_of(post, 0.0, stream)
     block = triton.next_power_of_2(size)
@@ -82,6 +82,7 @@ def add_norm(
         *(stream, given, stream if more is None else more),
         *((delta.weights, delta.shared, delta.gates) if isinstance(delta, Mixed) else (None, None, None)),
         *(weight, bias, post_weight, post_bias, total, normed, own_eps, post_eps, scale, output_scale),
+        stream.stride(0),
         HAS_DELTA=delta is not None,
         TOP_K=delta.weights.shape[1] if isinstance(delta, Mixed) else 0,
         IS_WIDE=isinstance(delta, Mixed) and delta.wide,
@@ -247,6 +248,7 @@ def _add_norm_kernel(
     post_eps: float,
     scale: float,
     output_scale: float,
+    stream_token: int,  # stride
     HAS_DELTA: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -274,7 +276,7 @@ def _add_norm_kernel(
     if POST is not None:
         post_weights = scale_of(post_weight, columns, inside, POST)
     wait_for_previous(OVERLAPS)
-    x = tl.load(stream + start + columns, mask=inside, other=0.0)
+    x = tl.load(stream + token.to(tl.int64) * stream_token + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         if expert_weights is not None:
             added = summed(delta, expert_weights, shared, gates, token, columns, inside, SIZE, TOP_K, IS_WIDE)

@@ -205,7 +205,7 @@ def _rotate_kernel(
             own = (query_norm, key_norm, head, is_query)
             x, y, z = _normed_heads(x, y, z, mean, own, (low, high, others), eps, HEADS, HEAD_DIM, NORM, BY_HEAD)
         if TURNS:
-            x, y = _turned(x, y, c, s, WIDE)
+            x, y = turned(x, y, c, s, WIDE)
         if NORM is not None and NORMS_TURNED:
             mean = _mean_squares(x, y, z, HALF, REST)
             own = (query_norm, key_norm, head, is_query)
@@ -294,7 +294,7 @@ def _normed_part(
 
 
 @triton.jit
-def _turned(x: tl.tensor, y: tl.tensor, c: tl.tensor, s: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def turned(x: tl.tensor, y: tl.tensor, c: tl.tensor, s: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Rotate pairs. Unless WIDE, each product is rounded before the sum."""
     x32, y32 = x.to(tl.float32), y.to(tl.float32)
     xc, ys, yc, xs = x32 * c, y32 * s, y32 * c, x32 * s

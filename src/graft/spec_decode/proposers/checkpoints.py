@@ -255,4 +255,7 @@ def _read_rope(shape: Json) -> dict[str, Any]:
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     require(isinstance(rope, Mapping), f"rotary parameters must be settings by name, not {rope!r}")
     known = {"rope_type": rope.get("type", "default"), "rope_theta": shape.get("rope_theta") or 10000.0}
-    return known | {key: value for key, value in rope.items() if key != "type"}
+    known |= {key: value for key, value in rope.items() if key != "type"}
+    if known["rope_type"] == "mrope":  # of images; in texts all parts of a head have one position
+        known["rope_type"] = "default"
+    return {key: value for key, value in known.items() if not key.startswith("mrope_")}

@@ -12,6 +12,14 @@ from graft.spec_decode.proposers.block import layouts as block
 from graft.spec_decode.proposers.checkpoints import architecture_of, said_of
 from graft.spec_decode.proposers.eagle3 import layouts as eagle3
 
+_LATENT = "has latent attention, which no draft head of Graft has"
+# Heads that are known and not run, and why.
+_NOT_RUN = {
+    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), _LATENT),
+    "Eagle3Llama4ForCausalLM": "has a layer of Llama 4, and no public code says which rotary positions it has",
+    "DFlash2DraftModel": "has convolutions and a selector of tokens, which no draft head of Graft has",
+}
+
 
 def kind_of(folder: Path) -> str:
     """eagle3, block or model; a GraftError for anything else."""
@@ -23,6 +31,8 @@ def kind_of(folder: Path) -> str:
     known = [name for layout in eagle3.LAYOUTS.values() for name in layout.architectures]
     if architecture_of(config) in known:
         return "eagle3"
+    if (reason := _NOT_RUN.get(str(architecture_of(config)))) is not None:
+        raise GraftError(f"{folder / 'config.json'}: {architecture_of(config)} {reason}: choose another drafter")
     known += [name for layout in block.LAYOUTS.values() for name in layout.architectures]
     with said_of(folder / "config.json"):
         raise GraftError(

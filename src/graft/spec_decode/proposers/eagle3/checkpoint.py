@@ -40,7 +40,8 @@ def inspect_head(path: str | Path) -> Recognised:
     require("fc.weight" in tensors, f"{folder} is not an EAGLE-3 head: it has no tensor fc.weight")
     with checkpoints.said_of(folder / "config.json"):
         layout = recognise(config)
-        facts = read_config(layout, config) | {"own_embedding": "embed_tokens.weight" in tensors}
+        own = {"own_embedding": "embed_tokens.weight", "head_norms": "midlayer.self_attn.q_norm.weight"}
+        facts = read_config(layout, config) | {fact: name in tensors for fact, name in own.items()}
     return Recognised(folder, layout.name, files, facts, tensors)
 
 

@@ -41,6 +41,8 @@ class CpuHead(CpuLayers):
             mixer=network.Attention(
                 (attention.q_proj, attention.k_proj, attention.v_proj),
                 *(attention.o_proj, *heads, config.head_dim, config.head_dim**-0.5),
+                q_norm=_norm_of(attention.q_norm) if config.head_norms else None,
+                k_norm=_norm_of(attention.k_norm) if config.head_norms else None,
                 rotary=rotary,
             ),
             post=None,

@@ -29,7 +29,7 @@ from graft.model.kernels.matmul import EightBits, Products
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.model.llama import Rotary, attend_in_store, fuse_parameters
-from graft.model.network import Attention
+from graft.model.network import Attention, Norm
 from graft.spec_decode.proposers.beam_drafter import Shape, num_beams
 from graft.spec_decode.proposers.draft_buffers import DraftBuffers
 from graft.spec_decode.proposers.drafter import Passes, TreeSettings
@@ -85,6 +85,8 @@ class FastHead:
             (attention.q_proj, attention.k_proj, attention.v_proj),
             *(attention.o_proj, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
             scale=config.head_dim**-0.5,
+            q_norm=Norm(attention.q_norm, config.rms_norm_eps, rounds=True) if config.head_norms else None,
+            k_norm=Norm(attention.k_norm, config.rms_norm_eps, rounds=True) if config.head_norms else None,
             window=config.sliding_window,
         )
         embedding = head.embed_tokens.weight if head.config.own_embedding else head.target_embedding

@@ -29,6 +29,7 @@ class Eagle3Config(HeadConfig):
     fc_norm: bool = False  # a norm for each layer's features
     norm_before_residual: bool = False  # the residual is the normed hidden
     norm_output: bool = False  # the normed output is fed back
+    head_norms: bool = False  # norms of queries and keys, before they turn
     sliding_window: int | None = None  # tokens that are seen, itself included; all if None
 
     def __post_init__(self) -> None:
@@ -85,6 +86,8 @@ class Eagle3Head(DraftHead):
             projection(both).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
+        if self.config.head_norms:
+            query, key = attention.q_norm(query), attention.k_norm(key)
         query, key = apply_rotary_pos_emb(query, key, *self.rotary(both, positions))
         return query, key, value
 
@@ -143,3 +146,5 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(both, kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(both, kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=False)
+        if config.head_norms:
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))

@@ -48,6 +48,12 @@ LAYOUTS = {
         Layout("safeailab", ("LlamaForCausalLM",)),
         Layout("angelslim", ("Eagle3LlamaForCausalLM",), layers=("aux_hidden_states_layer_ids",)),
         Layout("specforge", ("LlamaForCausalLMEagle3",)),
+        Layout(  # names that vLLM takes for AngelSlim's
+            "vllm",
+            tuple(f"Eagle3{target}ForCausalLM" for target in ("Qwen2_5vl", "Qwen3vl", "MiniMaxM2")),
+            layers=("eagle_aux_hidden_state_layer_ids",),
+            numbers_outputs=False,
+        ),
         Layout(
             "speculators",
             ("Eagle3Speculator", "Eagle3DraftModel"),
@@ -110,7 +116,8 @@ def read_config(layout: Layout, config: Json) -> dict[str, Any]:
 
 def write_config(layout: Layout, head: Eagle3Config) -> dict[str, Any]:
     """The config.json of a head in a layout."""
-    shape = write_shape(head) | {"model_type": "llama", "num_hidden_layers": 1}
+    model_type = "qwen3" if head.head_norms else "llama"
+    shape = write_shape(head) | {"model_type": model_type, "num_hidden_layers": 1}
     shape |= {"sliding_window": head.sliding_window, "use_sliding_window": head.sliding_window is not None}
     config: dict[str, Any] = {"architectures": [layout.architectures[0]], **layout.constants}
     config |= {"draft_vocab_size": head.draft_vocab_size, **{key: getattr(head, key) for key in _NORMS}}

@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
-from graft.folders import folder_of
+from graft.folders import folder_of, read_config
 from graft.quiet import quiet_transformers
 from graft.settings import require
-from graft.spec_decode.proposers.checkpoints import said_of
+from graft.spec_decode.proposers.checkpoints import said_of, value_at
 from graft.spec_decode.proposers.mtp.head import MtpHead
 
 _INDEX = "model.safetensors.index.json"
+_SCALE = "_scale_inv"  # behind the name of a weight in 8 bits: the scales of its blocks
 _LAYER, _NORM = "model.layers.0.", "model.norm."  # in a one-layer model: the decoder layer and the final norm
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 # Per-layer settings of a one-layer model, with a plain MLP and with experts.
@@ -131,8 +133,8 @@ def load_head(model: PreTrainedModel) -> MtpHead:
 
 
 def _folder(name: str) -> Path:
-    """The folder of a model's files. Of a hub id, only the index or a single file is fetched."""
-    return folder_of(name, (_INDEX, "model.safetensors"))
+    """The folder of a model's files. Of a hub id, only its config, and the index or a single file, are fetched."""
+    return folder_of(name, ("config.json", _INDEX, "model.safetensors"))
 
 
 def _layout_of(names: Collection[str], config: PreTrainedConfig) -> Layout | None:
@@ -164,13 +166,36 @@ def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTra
                 own = layout.own_name(name.removeprefix(layout.prefix_for(config)))
                 if own is None:
                     raise GraftError(f"it has a tensor {name}, which is not part of an MTP head")
-                tensor: Tensor = file.get_tensor(name)
-                is_quantised = not tensor.is_floating_point() or tensor.element_size() < 2
-                kind = str(tensor.dtype).removeprefix("torch.")
-                require(not is_quantised, f"its MTP weights are quantised ({name} is {kind}): use a copy in bf16")
-                require(bool(tensor.isfinite().all()), f"{name} has values that are not finite")
-                tensors[own] = tensor
+                tensors[own] = file.get_tensor(name)
+    scales = {own: tensors.pop(own + _SCALE) for own in list(tensors) if own + _SCALE in tensors}
+    sides = value_at(read_config(folder), ("quantization_config", "weight_block_size")) if scales else None
+    for own in tensors:
+        name = layout.spell(own, config)
+        if own in scales and sides is not None:
+            tensors[own] = _unpacked(tensors[own], scales[own], sides, name)
+        tensor = tensors[own]
+        is_quantised = not tensor.is_floating_point() or tensor.element_size() < 2
+        kind = str(tensor.dtype).removeprefix("torch.")
+        require(not is_quantised, f"its MTP weights are quantised ({name} is {kind}): use a copy in bf16")
+        require(bool(tensor.isfinite().all()), f"{name} has values that are not finite")
     return tensors
+
+
+def _unpacked(weight: Tensor, scale: Tensor, sides: list[int], name: str) -> Tensor:
+    """Weights in 8 bits times the scale of their block, in float32. scale: [rows, columns] of blocks of these sides."""
+    expected = [-(-size // side) for size, side in zip(weight.shape, sides, strict=False)]
+    fits = (
+        weight.dim() == len(sides) == 2
+        and weight.dtype is torch.float8_e4m3fn
+        and list(scale.shape) == expected
+        and scale.is_floating_point()
+    )
+    require(
+        fits, f"{name} is {weight.dtype} {list(weight.shape)}, and its scales are {scale.dtype} {list(scale.shape)}"
+    )
+    rows, columns = weight.shape
+    wide = scale.float().repeat_interleave(sides[0], 0)[:rows].repeat_interleave(sides[1], 1)[:, :columns]
+    return weight.float() * wide
 
 
 def _make(tensors: dict[str, Tensor], layout: Layout, target: PreTrainedModel) -> MtpHead:

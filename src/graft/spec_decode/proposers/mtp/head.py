@@ -69,10 +69,13 @@ class MtpHead(nn.Module):
 
     @torch.no_grad()
     def key_value_heads(self) -> tuple[Heads, Heads]:
-        """Number and size of heads that the layer caches as keys and as values, which may be compressed."""
+        """Number and size of heads of the layer's keys, and of its values."""
         cache: Any = DynamicCache(config=self.block.config)
         inputs = self.fc.weight.new_zeros(1, 1, self.fc.out_features)
         self.block.get_decoder()(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
-        stored = cache.layers[0]
-        keys, values = ((part.shape[1], part.shape[3]) for part in (stored.keys, stored.values))
+        states = cache.layers[0].keys, cache.layers[0].values
+        for module in self.block.modules():
+            if hasattr(module, "expand_kv"):  # the cache has latents
+                states = module.expand_kv(*states)
+        keys, values = ((part.shape[1], part.shape[3]) for part in states)
         return keys, values
