@@ -187,7 +187,7 @@ def trees_of(width: int, rows: int) -> DraftTree:
     paths = random_tree(width).paths
     parents = torch.tensor([[([0, *path])[-2] for path in paths]]).repeat(rows, 1)
     zeros = torch.zeros_like(parents)
-    return DraftTree(max(map(len, paths)), zeros, parents, zeros.float(), zeros, zeros)
+    return DraftTree(zeros, parents, zeros.float(), zeros)
 
 
 def captured(target: CapturedTarget, cache: KVCache, tree: DraftTree) -> Run:

@@ -30,7 +30,6 @@ from graft.spec_decode.planner import Outcome, Plan
 from graft.spec_decode.policies import Policy
 from graft.tree.device.buffers import Ranked
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape
-from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.engine.captured_rounds import CapturedRounds
@@ -274,18 +273,11 @@ class DeviceRounds:
             except Exception as error:  # ends only that sequence
                 sequence.failure = error
         try:
-            self._count(flight, clock, nodes, num_passes, tree)
+            self._count(flight, clock, nodes, num_passes)
         except Exception:  # learning affects only speed, so no answer may fail
             _log.exception("learning from a round failed")
 
-    def _count(
-        self,
-        flight: Flight,
-        clock: Clock,
-        nodes: list[list[int]],
-        num_passes: int,
-        tree: DraftTree,
-    ) -> None:
+    def _count(self, flight: Flight, clock: Clock, nodes: list[list[int]], num_passes: int) -> None:
         """Learn from a round's times and outcome."""
         before, proposed, verified, finished = flight.marks
         ended, self._ended = self._ended, finished
@@ -309,7 +301,7 @@ class DeviceRounds:
                 paths=paths.copy(),
                 num_nodes=found["num_nodes"][:num_rows].copy(),
                 nodes=nodes,
-                needs=flight.needs if flight.needs is not None else tree.score_bucket.numpy()[:, 1:],
+                needs=flight.needs_of_nodes(),
                 reaches=[float(num_rows), *found["reaches"][1 : max(num_passes, 1)].tolist()],
                 num_passes=num_passes,
                 kinds=flight.kinds,
