@@ -11,9 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import block_heads
 import graft.bench.baselines  # noqa: F401 - registers `dense` and the ablations
-import plain_kernels
 from batches import opened
-from captured_parts import Small
+from captured_parts import DEVICE, TwoContexts, plain_answers, plain_ids, use_host
 from graft import Engine, SamplingSettings
 from graft.engine.captured_rounds import CapturedRounds
 from graft.engine.decode_loop import DecodeLoop
@@ -22,10 +21,8 @@ from graft.engine.flight import Flight
 from graft.engine.jobs import Job
 from graft.engine.memory import _WORKSPACE
 from graft.engine.rounds import PrefillChunk
-from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.engine.staging import Staging
-from graft.model import TargetRunner
 from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
@@ -37,17 +34,11 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
 from heads import SMALL_TREE, make_head
-from scheduling import Asked
+from scheduling import Asked, scheduler_over
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 PROMPTS = [PROMPT, PROMPT[:5]]
-
-
-class OneContext(Small):
-    sizes = (1, 2, 4, 8, 16, 64, 256)
-    contexts = (64, 128)
 
 
 class Drafter(CapturedEagle3Drafter):
@@ -56,30 +47,6 @@ class Drafter(CapturedEagle3Drafter):
 
 class OfBlocks(CapturedBlockDrafter):
     contexts = (64, 128)
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Engines whose rounds the device makes; without a GPU that is the interpreter, with PyTorch for the layers."""
-    if DEVICE == "cpu":
-        plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 1024)
-    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
-
-
-def use_host(monkeypatch):
-    """Engines whose rounds are direct, by transformers' own layers."""
-    monkeypatch.setattr(
-        "graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model, hidden)
-    )
-
-
-def plain_ids(model, prompts, monkeypatch, **options):
-    """What plain decoding by transformers' own layers gives."""
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
 def test_every_padded_number_of_rows_is_the_size_of_a_step():
@@ -271,16 +238,13 @@ def test_requests_that_join_and_leave_have_their_own_texts(on_device, monkeypatc
         ("it has penalties", {"max_new_tokens": 8, "repetition_penalty": 1.3}),
         ("it comes later", {"max_new_tokens": 6, "temperature": 0.7, "seed": 4}),
     ]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
+    with scheduler_over(engine, max_rows=4) as scheduler:
         listeners = [Asked(scheduler, prompt, **options) for prompt, options in asked[:3]]
         cancelled = Asked(scheduler, "nobody waits for it", max_new_tokens=50)
         listeners[0].next()
         scheduler.cancel(cancelled.job)
         listeners.append(Asked(scheduler, asked[3][0], **asked[3][1]))
         texts = [listener.wait()[0] for listener in listeners]
-    finally:
-        scheduler.close()
     assert not engine.target.pool.is_in_use
     assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
 
@@ -307,12 +271,9 @@ def test_rows_that_are_prefilled_elsewhere_are_left_to_the_host(on_device, monke
 def test_requests_wait_that_a_device_round_has_no_rows_for(on_device, monkeypatch):
     monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.max_rows", 2)
     engine, prompts = byte_engine(), ["one", "another", "a third", "and one more"]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=8, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
+    with scheduler_over(engine, max_rows=8) as scheduler:
         answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in prompts]
         texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in prompts]
     assert engine.device_rounds.captured.failure is None
 
@@ -356,9 +317,7 @@ def test_preempted_cancelled_and_rejoined_rows_have_their_own_texts(on_device, m
 
 
 def plain_text(engine, prompt, monkeypatch, **options):
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
+    return plain_answers(engine.target.model, [prompt], monkeypatch, **options)[0].text
 
 
 def byte_engine(policy="off"):
@@ -380,12 +339,9 @@ def test_streams_in_turn_lose_no_token(on_device, monkeypatch):
 def test_an_answer_may_end_while_another_prompt_is_read(on_device, monkeypatch):
     engine = byte_engine()
     asked = [("short", {"max_new_tokens": 2}), ("a prompt of many chunks " * 8, {"max_new_tokens": 3})]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
-    try:
+    with scheduler_over(engine, max_rows=2, max_batched_tokens=32) as scheduler:
         answers = [Asked(scheduler, prompt, **options) for prompt, options in asked]
         texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, **options)] for prompt, options in asked]
 
 
@@ -420,7 +376,7 @@ def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_d
 def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_beside_prompts(
     on_device, monkeypatch, budget
 ):
-    monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
+    monkeypatch.setattr(TwoContexts, "sizes", STEP_SIZES)
     rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
     for num_rows, num_prefill in itertools.product(range(5, 9), (0, 100, 300, 450, 2000)):
         plan = rounds.planner.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
@@ -441,15 +397,12 @@ def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_
     monkeypatch.setattr(CapturedRounds, "launch", watched)
     monkeypatch.setattr(CapturedRounds, "_capture", captured)
     engine = byte_engine()
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
-    try:
+    with scheduler_over(engine, max_rows=2, max_batched_tokens=32) as scheduler:
         answers = [
             Asked(scheduler, "short", max_new_tokens=14),
             Asked(scheduler, "many chunks " * 20, max_new_tokens=1),
         ]
         assert all(answer.wait() for answer in answers)
-    finally:
-        scheduler.close()
     assert set(contexts) == {64}
 
 
@@ -458,13 +411,10 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
     monkeypatch.setattr(
         "graft.engine.captured_rounds.CapturedRounds._propose", lambda *given: (_ for _ in ()).throw(ValueError("no"))
     )
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
-        with pytest.warns(UserWarning, match="so the host runs them: ValueError: no"):
-            answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
-            texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
+    warns = pytest.warns(UserWarning, match="so the host runs them: ValueError: no")
+    with scheduler_over(engine, max_rows=2) as scheduler, warns:
+        answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
+        texts = [answer.wait() for answer in answers]
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
     assert engine.device_rounds.captured.failure == "ValueError: no"
 
