@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape(Settings):
+class ModelShape(Settings):
     """Sizes of a Llama's layers, which decide its cost, without the vocabulary."""
 
     layers: int
@@ -34,7 +34,7 @@ class Shape(Settings):
         require(self.head_dim % 2 == 0, f"head_dim must be even for rotary positions, not {self.head_dim}")
 
     @staticmethod
-    def named(name: str) -> Shape:
+    def named(name: str) -> ModelShape:
         """A shape by name, or by numbers such as layers=32,hidden=4096,..."""
         if "=" not in name:
             require_known("shape", name, SHAPES)
@@ -44,9 +44,9 @@ class Shape(Settings):
             key, _, value = part.partition("=")
             number = value.strip()
             numbers[key.strip()] = int(number) if number.isdecimal() else number
-        if missing := [field.name for field in fields(Shape) if field.name not in numbers]:
+        if missing := [field.name for field in fields(ModelShape) if field.name not in numbers]:
             raise GraftError(f"shape {name!r} lacks {', '.join(missing)}")
-        return Shape.of(numbers)
+        return ModelShape.of(numbers)
 
     @classmethod
     def of_config(cls, config: LlamaConfig | HeadConfig) -> Self:
@@ -80,7 +80,7 @@ class Shape(Settings):
 
 
 SHAPES = {
-    "llama-1b5": Shape(layers=32, hidden=2048, intermediate=5632, heads=32, kv_heads=8, head_dim=64),
-    "llama-8b": Shape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128),
-    "qwen-32b": Shape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128),
+    "llama-1b5": ModelShape(layers=32, hidden=2048, intermediate=5632, heads=32, kv_heads=8, head_dim=64),
+    "llama-8b": ModelShape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128),
+    "qwen-32b": ModelShape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128),
 }
