@@ -26,7 +26,7 @@ from common import add_model, add_prompts, command_line, load_pair, mixed_questi
 
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
-from graft.bench.shapes import Shape
+from graft.bench.shapes import ModelShape
 from graft.bench.tasks import Question
 from graft.engine import Engine
 from graft.engine.jobs import Failure, Job, Update
@@ -152,7 +152,7 @@ def make_engine(options: argparse.Namespace, max_positions: int = 0) -> Engine:
     model = plain.target.model
     model.config.max_position_embeddings = max(model.config.max_position_embeddings, max_positions)
     if options.as_cost_of is not None:
-        shape = Shape.named(options.as_cost_of)
+        shape = ModelShape.named(options.as_cost_of)
         model = widen(model, shape)
         if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small draft model is not widened
             drafter = drafter_for(widen_head(drafter.head, plain.target.model, shape, model), drafter.settings)

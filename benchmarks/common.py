@@ -24,7 +24,7 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from graft.bench.shapes import SHAPES, Shape
+from graft.bench.shapes import SHAPES, ModelShape
 from graft.bench.tasks import Question, built_in_tasks, questions, read_tasks
 from graft.hub.draft_names import packaged_head
 from graft.hub.registry import DEFAULT_MODEL
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # smallest with exact kernels
+TINY = ModelShape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # smallest with exact kernels
 MODELS = {  # shape and vocabulary size, by name
-    "smollm2-135m": (Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64), 49152),
+    "smollm2-135m": (ModelShape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64), 49152),
     "llama-1b5": (SHAPES["llama-1b5"], 128256),
     "llama-8b": (SHAPES["llama-8b"], 128256),
     "qwen-32b": (SHAPES["qwen-32b"], 151936),
@@ -92,7 +92,7 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
 
 
-def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
+def make_model(shape: ModelShape, vocab: int, max_positions: int) -> PreTrainedModel:
     """A Llama with random weights, made on the device."""
     config = LlamaConfig(
         vocab_size=vocab,

@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graft
 from graft.bench.tasks import BUILT_IN, PROMPTS_FOLDER
-from graft.compare import Answer, find_difference, plain_twin
+from graft.compare import Decoded, find_difference, plain_twin
 from graft.errors import GraftError
 from graft.hub.pull import pull
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
@@ -431,14 +431,14 @@ def compare(engine: Any, reference: Any, asked: list[tuple[list[int], SamplingSe
     found.trees, found.generate = [], []
     for ids, settings in asked:
         rule = processors(engine, settings, len(ids))
-        ours = Answer("plain", plain.generate(ids, **vars(settings)).ids)
+        ours = Decoded("plain", plain.generate(ids, **vars(settings)).ids)
         generation = engine.generate(ids, **vars(settings))
-        theirs = Answer("transformers", transformers_answer(untouched, ids, settings))
+        theirs = Decoded("transformers", transformers_answer(untouched, ids, settings))
         found.texts += 1
         found.tokens += len(ours.ids)
         found.accepted += generation.stats.accepted
         for gaps, expected, other in (
-            (found.trees, ours, Answer("graft", generation.ids)),
+            (found.trees, ours, Decoded("graft", generation.ids)),
             (found.generate, theirs, ours),
         ):
             difference = find_difference(model, ids, expected, other, rule)

@@ -195,7 +195,7 @@ def trees_of(width: int, rows: int, vocab_size: int) -> DraftTree:
     parents = torch.tensor([[([0, *path])[-2] for path in paths]]).repeat(rows, 1)
     zeros = torch.zeros_like(parents)
     tokens = torch.randint(vocab_size, zeros.shape, generator=torch.Generator().manual_seed(width))
-    return DraftTree(max(map(len, paths)), tokens, parents, zeros.float(), zeros, zeros)
+    return DraftTree(tokens, parents, zeros.float(), zeros)
 
 
 def captured(target: CapturedTarget, cache: KVCache, tree: DraftTree) -> Run:

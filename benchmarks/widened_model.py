@@ -12,7 +12,7 @@ from pathlib import Path
 from common import add_model, add_prompts, command_line, load_pair, mixed_questions
 
 from graft.bench.cost_emulation import widen, widen_head
-from graft.bench.shapes import Shape
+from graft.bench.shapes import ModelShape
 from graft.errors import GraftError
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=Path, help="a file of other prompts, written as DIR/warmup.json")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
-    shape = Shape.named(options.shape)
+    shape = ModelShape.named(options.shape)
     plain, drafter = load_pair(options)
     if not isinstance(drafter, Eagle3Drafter | BlockDrafter):
         raise GraftError(f"{options.draft} is neither an EAGLE-3 nor a block head: it cannot be widened")

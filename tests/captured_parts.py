@@ -1,4 +1,5 @@
-"""Captured targets and drafters of small sizes, whose graphs are called instead of replayed where there is no GPU."""
+"""Captured targets and drafters of small sizes, whose graphs are called instead of replayed where there is no GPU; and
+engines whose rounds the device or the host makes."""
 
 import random
 from dataclasses import replace
@@ -8,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
-
 from drafted import drafts
+from graft import Engine
 from graft.model import TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
@@ -19,6 +20,7 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from heads import SMALL_TREE, make_head
 from proposers import random_tree
+from tiny import byte_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -167,3 +169,28 @@ class OneContext(CapturedTarget):
 
     sizes = (4, 16, 128)
     contexts = (128,)
+
+
+class TwoContexts(Small):
+    """Sizes and contexts of short rounds."""
+
+    sizes = (1, 2, 4, 8, 16, 64, 256)
+    contexts = (64, 128)
+
+
+def use_host(monkeypatch):
+    """Engines whose rounds are direct, by transformers' own layers."""
+    monkeypatch.setattr(
+        "graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model, hidden)
+    )
+
+
+def plain_answers(model, prompts, monkeypatch, **options):
+    """What plain decoding by transformers' own layers gives."""
+    with monkeypatch.context() as eager:
+        use_host(eager)
+        return Engine(model, byte_tokenizer(), policy="off").generate_batch(prompts, **options)
+
+
+def plain_ids(*given, **options):
+    return [answer.ids for answer in plain_answers(*given, **options)]

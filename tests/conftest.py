@@ -119,6 +119,16 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         plain_kernels.use_plain_kernels(monkeypatch)
 
 
+@pytest.fixture
+def on_device(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose rounds the device makes; without a GPU the interpreter runs their kernels."""
+    from captured_parts import TwoContexts
+
+    monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: TwoContexts(*given))
+    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 1024)
+    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium: the one that GRAFT_CHROMIUM names, or else the system's."""

@@ -475,8 +475,8 @@ _FAULTS = r"""
 = src/graft/model/kernels/scores.py
 ! test_draw.py::test_draws_are_those_of_the_keyed_noise_at_every_token
 # kernels: draws have the same noise at every position
--position = tl.load(positions + row) + tl.load(depths + token)
-+position = tl.load(positions + row)
+-position = tl.load(given.positions + row) + tl.load(given.depths + token)
++position = tl.load(given.positions + row)
 ! test_draw.py::test_the_last_token_that_a_truncation_keeps_can_be_drawn_and_the_next_cannot[equal-512]
 # kernels: of equal scores the last token is kept
 -| (ids ^ ID_MASK).to(tl.int64)
@@ -921,6 +921,15 @@ _FAULTS = r"""
 # logprobs: each token has the number of the one after its node's
 -    own = logits.gather(1, chosen[:num_tokens, None].long())
 +    own = logits.gather(1, chosen[1 : num_tokens + 1, None].long())
+! test_rounds.py::test_a_pruned_candidate_is_as_likely_as_its_path_given_its_parent
+# records: a pruned candidate has the probability of its whole path
+-by_place[1:] / by_place[parents[row, own]]
++by_place[1:]
+= src/graft/engine/flight.py
+! test_rounds.py::test_a_flight_says_how_many_passes_each_node_of_each_tree_needed
+# planner: a node needs the draft passes of the node before it
+-self.padded(self.results["origins"][1])[:, 1:]
++self.padded(self.results["origins"][1])[:, :-1]
 = src/graft/server/grammar.py
 ! test_row_rounds.py::test_the_masks_of_trees_are_those_of_each_path_by_itself
 # grammar: a node has the mask of its sibling's child

@@ -135,7 +135,7 @@ def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size
 def each_path_once(tree: DraftTree) -> DraftTree:
     """The tree as a pool makes it of the same proposals."""
     pool = reference.Candidates(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
-    columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.score_bucket)
+    columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, torch.zeros_like(tree.tokens))
     pool.add(*(column[:, 1:] for column in columns))
     pool.merge()
     num_rows, most = len(tree.tokens), tree.width - 1
@@ -162,14 +162,7 @@ def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
     if sources is None:
         sources = [[0] + [1] * (tokens.shape[1] - 1)] * len(tokens)
     ones = torch.ones(tokens.shape) if probabilities is None else torch.tensor(probabilities)
-    return DraftTree(
-        max_depth=tokens.shape[1] - 1,
-        tokens=tokens,
-        parents=torch.tensor(parents),
-        probabilities=ones,
-        sources=torch.tensor(sources),
-        score_bucket=torch.zeros_like(tokens),
-    )
+    return DraftTree(tokens, torch.tensor(parents), ones, torch.tensor(sources))
 
 
 def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:

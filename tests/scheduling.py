@@ -44,6 +44,16 @@ def schedulers():
         assert_unused(scheduler.pool)
 
 
+@contextmanager
+def scheduler_over(engine, **settings):
+    """A scheduler of an engine, which is closed in the end."""
+    scheduler = Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 4096, "max_batched_tokens": 64, **settings}))
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
 def undisturbed(scheduler):
     """While this is held the scheduler takes nobody in: all who ask meanwhile come at once."""
     return scheduler._changed

@@ -10,7 +10,7 @@ import torch
 import graft as library
 from graft import SamplingSettings, loading
 from graft import compare as checking
-from graft.compare import Answer, compare, find_difference, plain_twin
+from graft.compare import Decoded, compare, find_difference, plain_twin
 from graft.model.sampler import Sampler
 from graft.transformers_reference import processors
 from proposers import Oracle
@@ -119,7 +119,7 @@ def test_text_that_ends_at_a_stop_text_is_compared_with_plain_decoding_alone(gra
 def test_logits_of_a_difference_are_the_models_own():
     model = tiny_model()
     logits = model(torch.tensor([[*PROMPT, 5]])).logits[0, -1]
-    difference = find_difference(model, PROMPT, Answer("plain", [5, 6]), Answer("graft", [5, 7]))
+    difference = find_difference(model, PROMPT, Decoded("plain", [5, 6]), Decoded("graft", [5, 7]))
     assert difference is not None and difference.position == 1
     assert (difference.expected.token, difference.found.token) == (6, 7)
     assert difference.expected.logit == pytest.approx(logits[6].item(), abs=1e-5)
@@ -128,7 +128,7 @@ def test_logits_of_a_difference_are_the_models_own():
 
 
 def test_answer_that_ended_early_is_a_difference_and_no_tie():
-    difference = find_difference(tiny_model(), PROMPT, Answer("plain", [5, 6]), Answer("graft", [5]))
+    difference = find_difference(tiny_model(), PROMPT, Decoded("plain", [5, 6]), Decoded("graft", [5]))
     assert difference is not None and difference.found.token is None
     assert not difference.is_tie
 
@@ -240,6 +240,6 @@ def test_a_token_that_the_settings_exclude_is_no_tie():
         model.lm_head.weight[6] = model.lm_head.weight[7]
     settings = SamplingSettings(temperature=1.0, logit_bias={6: -math.inf, 7: -math.inf}, seed=1)
     rule = processors(library.Engine(model, policy="off"), settings, len(PROMPT))
-    difference = find_difference(model, PROMPT, Answer("plain", [6]), Answer("graft", [7]), rule)
+    difference = find_difference(model, PROMPT, Decoded("plain", [6]), Decoded("graft", [7]), rule)
     assert difference is not None and difference.expected.score is None
     assert difference.expected.logit == difference.found.logit and not difference.is_tie

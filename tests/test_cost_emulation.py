@@ -13,7 +13,7 @@ from block_heads import make_head as make_block_head
 from drafted import drafts
 from graft import Engine, GraftError
 from graft.bench.cost_emulation import widen, widen_head
-from graft.bench.shapes import SHAPES, Shape
+from graft.bench.shapes import SHAPES, ModelShape
 from graft.spec_decode.proposers.block import BlockHead
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
@@ -22,8 +22,8 @@ from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
-TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
-WIDE = Shape(layers=9, hidden=72, intermediate=108, heads=12, kv_heads=3, head_dim=16)
+TINY = ModelShape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
+WIDE = ModelShape(layers=9, hidden=72, intermediate=108, heads=12, kv_heads=3, head_dim=16)
 WITH_EXPERTS = replace(WIDE, intermediate=112, experts=40, experts_per_token=2, neurons=56)
 SPEC = "layers=5,hidden=72,intermediate=96,heads=12,kv_heads=4,head_dim=16"
 
@@ -127,7 +127,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
         head.borrow_embedding(model.model.embed_tokens.weight)
     widened = widen(model, WIDE)
     wide_head = widen_head(head, model, WIDE, widened)
-    assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
+    assert ModelShape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
     drafters = Eagle3Drafter(head, SMALL_TREE), Eagle3Drafter(wide_head, SMALL_TREE)
     own, _ = assert_draft_alike((model, drafters[0]), (widened, drafters[1]), max_new_tokens=32)
@@ -161,7 +161,7 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
     widened = widen(model, WIDE)
     wide_head = widen_head(head, model, WIDE, widened)
     assert isinstance(wide_head, BlockHead)
-    assert Shape.of_config(wide_head.config) == replace(WIDE, layers=2)
+    assert ModelShape.of_config(wide_head.config) == replace(WIDE, layers=2)
     assert wide_head.config.conditional_size == (64 if kind == "sized conditional" else None)
     assert not any(parameter.is_meta for parameter in wide_head.parameters())
 
@@ -189,7 +189,7 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
 )
 def test_shape_that_cannot_be_says_why(spec, message):
     with pytest.raises(GraftError) as caught:
-        Shape.named(spec)
+        ModelShape.named(spec)
     assert message in str(caught.value)
 
 

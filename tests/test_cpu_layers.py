@@ -135,7 +135,7 @@ def tree_around(path, num_rows):
     columns = (torch.tensor([own] * num_rows) for own in (tokens, parents))
     sources = torch.ones(num_rows, len(tokens), dtype=torch.int64)
     sources[:, 0] = 0
-    return DraftTree(len(path) - 1, *columns, torch.ones(sources.shape), sources, torch.zeros_like(sources))
+    return DraftTree(*columns, torch.ones(sources.shape), sources)
 
 
 def test_other_models_are_left_to_transformers():

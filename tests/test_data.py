@@ -2,7 +2,7 @@
 
 import pytest
 
-from graft.data import Prompt, read_prompts, user_message
+from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
 from tiny import byte_tokenizer
 
@@ -15,7 +15,7 @@ def written(folder, content):
 
 def test_a_row_is_a_prompt_or_the_first_of_its_turns(tmp_path):
     path = written(tmp_path, b'{"prompt": "one"}\n\n{"id": 7, "turns": ["two", "later"], "prompt": null}\n')
-    assert read_prompts(path) == [Prompt("1", "one"), Prompt("7", "two")]
+    assert read_prompts(path) == [PromptRow("1", "one"), PromptRow("7", "two")]
 
 
 def test_lines_after_the_limit_are_not_read(tmp_path):

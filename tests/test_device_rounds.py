@@ -12,9 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import block_heads
 import graft.bench.baselines  # noqa: F401 - registers `dense` and the ablations
-import plain_kernels
 from batches import opened
-from captured_parts import CapturedEagle3Drafter, Small
+from captured_parts import DEVICE, CapturedEagle3Drafter, TwoContexts, plain_answers, plain_ids, use_host
 from graft import Engine, SamplingSettings
 from graft.engine.captured_rounds import CapturedRounds
 from graft.engine.decode_loop import DecodeLoop
@@ -23,10 +22,8 @@ from graft.engine.flight import Flight
 from graft.engine.jobs import Job
 from graft.engine.memory import _WORKSPACE
 from graft.engine.rounds import PrefillChunk
-from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.engine.staging import Staging
-from graft.model import TargetRunner
 from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
@@ -37,17 +34,11 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
 from heads import SMALL_TREE, make_head
-from scheduling import Asked
+from scheduling import Asked, scheduler_over
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 PROMPTS = [PROMPT, PROMPT[:5]]
-
-
-class OneContext(Small):
-    sizes = (1, 2, 4, 8, 16, 64, 256)
-    contexts = (64, 128)
 
 
 class Drafter(CapturedEagle3Drafter):
@@ -59,30 +50,6 @@ class OfBlocks(BlockDrafter):
 
     def __init__(self, head, settings):
         super().__init__(head, settings, FastBlock(head, settings))
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Engines whose rounds the device makes; without a GPU that is the interpreter, with PyTorch for the layers."""
-    if DEVICE == "cpu":
-        plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 1024)
-    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
-
-
-def use_host(monkeypatch):
-    """Engines whose rounds are direct, by transformers' own layers."""
-    monkeypatch.setattr(
-        "graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model, hidden)
-    )
-
-
-def plain_ids(model, prompts, monkeypatch, **options):
-    """What plain decoding by transformers' own layers gives."""
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        return [answer.ids for answer in Engine(model, policy="off").generate_batch(prompts, **options)]
 
 
 def test_every_padded_number_of_rows_is_the_size_of_a_step():
@@ -141,58 +108,47 @@ def first_trees(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
-def test_dense_is_the_same_tree_on_the_device_as_on_the_host(on_device, first_trees, monkeypatch, temperature):
-    """All draft passes, a fixed number of nodes, the drafter's own q, and nothing retrieved."""
-    model = tiny_model("llama").to(DEVICE)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        *(("dense", 0.0), ("paper", 0.0), ("block-paper", 0.0)),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("dense", 0.8), ("prune", 0.0))),
+    ],
+)
+def test_a_baselines_first_trees_on_the_device_are_those_of_the_host(
+    on_device, first_trees, monkeypatch, name, temperature
+):
+    """Dense: all passes, a fixed number of nodes, and nothing retrieved. Gated rows all stop at the second gate."""
+    model, is_gated = tiny_model("llama").to(DEVICE), name != "dense"
     options = {"max_new_tokens": 6, "seed": 5, "temperature": temperature}
-
-    def first_round(drafter):
-        first_trees.clear()
-        engine = Engine(model, policy="dense", drafter=drafter(make_head(model).to(DEVICE), SMALL_TREE), budget=7)
-        answers = engine.generate_batch(PROMPTS, **options)
-        assert [answer.ids for answer in answers] == expected
-        for stats in (answer.stats for answer in answers):
-            # Near an answer's end direct rounds are less deep.
-            assert (stats.draft_passes == (SMALL_TREE.depth + 1) * stats.rounds) == (drafter is Drafter)
-        return dict(first_trees)
-
     expected = plain_ids(model, PROMPTS, monkeypatch, **options)
-    there = first_round(Drafter)
-    use_host(monkeypatch)
-    here = first_round(Eagle3Drafter)
-    for prompt in map(tuple, PROMPTS):
-        assert there[prompt] == here[prompt]
-        assert len(there[prompt]) == 8 and {source for _, source in there[prompt]} == {0, 1}
 
-
-@pytest.mark.parametrize("name", ["paper", "block-paper", pytest.param("prune", marks=pytest.mark.slow)])
-def test_gated_rounds_of_the_device_make_the_trees_of_the_host(on_device, first_trees, monkeypatch, name):
-    """All rows stop at the second gate, so no third pass is made."""
-    model = tiny_model("llama").to(DEVICE)
-    options = {"max_new_tokens": 6, "seed": 5}
-
-    def first_round(drafter):
+    def first_round(kind):
         first_trees.clear()
-        engine = Engine(model, policy=name, drafter=drafter(make_head(model).to(DEVICE), SMALL_TREE), budget=10)
-        engine.policy.thresholds = [0.0, 1.0, 0.0]
-        if name != "prune":
+        drafter = kind(make_head(model).to(DEVICE), SMALL_TREE)
+        engine = Engine(model, policy=name, drafter=drafter, budget=10 if is_gated else 7)
+        if is_gated:
+            engine.policy.thresholds = [0.0, 1.0, 0.0]
+        if name.endswith("paper"):
             entries = engine.policy.memory.tables.entries[-model.config.vocab_size :]
             entries[:, 0] = 16 * torch.arange(len(entries), device=DEVICE).roll(-7)
         answers = engine.generate_batch(PROMPTS, **options)
         assert [answer.ids for answer in answers] == expected
-        assert all(answer.stats.draft_passes <= 2 * answer.stats.rounds for answer in answers)
+        for stats in (answer.stats for answer in answers):
+            if is_gated:
+                assert stats.draft_passes <= 2 * stats.rounds, "no third pass"
+            else:  # near an answer's end direct rounds are less deep
+                assert (stats.draft_passes == (SMALL_TREE.depth + 1) * stats.rounds) == (kind is Drafter)
         return dict(first_trees)
 
-    expected = plain_ids(model, PROMPTS, monkeypatch, **options)
     there = first_round(Drafter)
     use_host(monkeypatch)
     here = first_round(Eagle3Drafter)
     for prompt in map(tuple, PROMPTS):
         assert there[prompt] == here[prompt]
-        drafted = [path for path, source in there[prompt] if source == 1]
-        assert max(map(len, drafted)) == 2
-        assert any(source == 2 for _, source in there[prompt]) == (name != "prune")
+        depth = max(len(path) for path, source in there[prompt] if source == 1)
+        assert depth == 2 if is_gated else len(there[prompt]) == 8
+        assert {source for _, source in there[prompt]} == ({0, 1, 2} if name.endswith("paper") else {0, 1})
 
 
 @pytest.mark.slow
@@ -274,16 +230,13 @@ def test_requests_that_join_and_leave_have_their_own_texts(on_device, monkeypatc
         ("it has penalties", {"max_new_tokens": 8, "repetition_penalty": 1.3}),
         ("it comes later", {"max_new_tokens": 6, "temperature": 0.7, "seed": 4}),
     ]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
+    with scheduler_over(engine, max_rows=4) as scheduler:
         listeners = [Asked(scheduler, prompt, **options) for prompt, options in asked[:3]]
         cancelled = Asked(scheduler, "nobody waits for it", max_new_tokens=50)
         listeners[0].next()
         scheduler.cancel(cancelled.job)
         listeners.append(Asked(scheduler, asked[3][0], **asked[3][1]))
         texts = [listener.wait()[0] for listener in listeners]
-    finally:
-        scheduler.close()
     assert not engine.target.pool.is_in_use
     assert texts == [plain_text(engine, prompt, monkeypatch, **options) for prompt, options in asked]
 
@@ -310,12 +263,9 @@ def test_rows_that_are_prefilled_elsewhere_are_left_to_the_host(on_device, monke
 def test_requests_wait_that_a_device_round_has_no_rows_for(on_device, monkeypatch):
     monkeypatch.setattr("graft.engine.device_rounds.DeviceRounds.max_rows", 2)
     engine, prompts = byte_engine(), ["one", "another", "a third", "and one more"]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=8, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
+    with scheduler_over(engine, max_rows=8) as scheduler:
         answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in prompts]
         texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in prompts]
     assert engine.device_rounds.captured.failure is None
 
@@ -359,9 +309,7 @@ def test_preempted_cancelled_and_rejoined_rows_have_their_own_texts(on_device, m
 
 
 def plain_text(engine, prompt, monkeypatch, **options):
-    with monkeypatch.context() as eager:
-        eager.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-        return Engine(engine.target.model, byte_tokenizer(), policy="off").generate(prompt, **options).text
+    return plain_answers(engine.target.model, [prompt], monkeypatch, **options)[0].text
 
 
 def byte_engine(policy="off"):
@@ -383,12 +331,9 @@ def test_streams_in_turn_lose_no_token(on_device, monkeypatch):
 def test_an_answer_may_end_while_another_prompt_is_read(on_device, monkeypatch):
     engine = byte_engine()
     asked = [("short", {"max_new_tokens": 2}), ("a prompt of many chunks " * 8, {"max_new_tokens": 3})]
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
-    try:
+    with scheduler_over(engine, max_rows=2, max_batched_tokens=32) as scheduler:
         answers = [Asked(scheduler, prompt, **options) for prompt, options in asked]
         texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
     assert texts == [[plain_text(engine, prompt, monkeypatch, **options)] for prompt, options in asked]
 
 
@@ -423,7 +368,7 @@ def test_all_graphs_that_rounds_may_need_are_captured_before_they_are_timed(on_d
 def test_the_rounds_of_a_fixed_budget_are_captured_for_every_number_of_rows_and_beside_prompts(
     on_device, monkeypatch, budget
 ):
-    monkeypatch.setattr(OneContext, "sizes", STEP_SIZES)
+    monkeypatch.setattr(TwoContexts, "sizes", STEP_SIZES)
     rounds = Engine(tiny_model("llama").to(DEVICE), policy="graft", budget=budget).device_rounds
     for num_rows, num_prefill in itertools.product(range(5, 9), (0, 100, 300, 450, 2000)):
         plan = rounds.planner.plan([0] * num_rows, 8, rounds._sizes(num_rows, 8, num_prefill), num_prefill)
@@ -444,15 +389,12 @@ def test_while_a_long_prompt_is_read_rounds_of_short_texts_keep_their_graphs(on_
     monkeypatch.setattr(CapturedRounds, "launch", watched)
     monkeypatch.setattr(CapturedRounds, "_capture", captured)
     engine = byte_engine()
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=32))
-    try:
+    with scheduler_over(engine, max_rows=2, max_batched_tokens=32) as scheduler:
         answers = [
             Asked(scheduler, "short", max_new_tokens=14),
             Asked(scheduler, "many chunks " * 20, max_new_tokens=1),
         ]
         assert all(answer.wait() for answer in answers)
-    finally:
-        scheduler.close()
     assert set(contexts) == {64}
 
 
@@ -461,13 +403,10 @@ def test_where_rounds_cannot_be_captured_the_host_makes_them(on_device, monkeypa
     monkeypatch.setattr(
         "graft.engine.captured_rounds.CapturedRounds._propose", lambda *given: (_ for _ in ()).throw(ValueError("no"))
     )
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
-        with pytest.warns(UserWarning, match="so the host runs them: ValueError: no"):
-            answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
-            texts = [answer.wait() for answer in answers]
-    finally:
-        scheduler.close()
+    warns = pytest.warns(UserWarning, match="so the host runs them: ValueError: no")
+    with scheduler_over(engine, max_rows=2) as scheduler, warns:
+        answers = [Asked(scheduler, prompt, max_new_tokens=5) for prompt in ("one", "another")]
+        texts = [answer.wait() for answer in answers]
     assert texts == [[plain_text(engine, prompt, monkeypatch, max_new_tokens=5)] for prompt in ("one", "another")]
     assert engine.device_rounds.captured.failure == "ValueError: no"
 

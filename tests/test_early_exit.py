@@ -52,8 +52,8 @@ def test_a_step_gives_what_it_gives_without_drafts(name):
         #        root  0: other  1: drafted  2: drafted  3: below the other  4: drafted, not run
         tokens = torch.tensor([[PROMPT[-1], other, chain[0], chain[1], chain[0], chain[2]]])
         parents = torch.tensor([[0, 0, 0, 2, 1, 3]])
-        rest = torch.ones(tokens.shape), torch.zeros_like(tokens), torch.zeros_like(tokens)
-        verified = engine.target.verify(batch.cache, DraftTree(3, tokens, parents, *rest))
+        rest = torch.ones(tokens.shape), torch.zeros_like(tokens)
+        verified = engine.target.verify(batch.cache, DraftTree(tokens, parents, *rest))
         first = verified.logits.clone()
         engine.target.commit(batch.cache, [[2, 3, 5]])
         later = engine.target.verify(batch.cache, DraftTree.roots(torch.tensor([7]))).logits

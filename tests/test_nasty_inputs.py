@@ -4,8 +4,10 @@ On the command line that is exit status 2; in Python a GraftError, which is a Va
 """
 
 import io
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 import graft as library
 from graft import GraftError, SamplingSettings
+from graft.hub.registry import DEFAULT_MODEL
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 NOWHERE = "/dev/null/nowhere"  # where not even root can write
@@ -113,81 +116,156 @@ GENERATE = [  # a prompt, options, words of the error
     ("hi", {"min_tokens": 300}, "min_tokens"),
     ("hi", {"settings": {"n": 2}}, "settings must be SamplingSettings, not dict"),
 ]
-COMMANDS = [  # words, what is piped in, words of the error
-    ("generate --policy grafts", b"hi", "did you mean 'graft'"),
-    ("generate --draft nothing/of/it", b"hi", "no drafter at"),
-    ("generate --profile /nowhere", b"hi", "cannot be read as a profile"),
+CONTEXT = "max_new_tokens=99999 exceed the model's context of 1024"
+# Command lines, and words of the errors, of which there may be none. MODEL, PROMPTS, TWO of them, FOLDER, EMPTY
+# and OUT are paths, and PORT is in use.
+COMMANDS = {
+    "--help": "",
+    "serve --max-rows 0": "max_rows must be at least 1, not 0",
+    "serve --log-format xml": "log_format: Input should be 'text' or 'json'",
+    "serve --port PORT": "port PORT of 127.0.0.1 is in use",
+    "serve --host 192.0.2.1": "cannot listen on 192.0.2.1",
+    "bench serve --requests 0": "requests must be at least 1",
+    "bench serve --prompts /nope": "cannot read /nope",
+    "bench serve --url http://127.0.0.1:9 --requests 1": "cannot ask http://127.0.0.1:9",
+    "bench": "name a folder for the results with --out",
+    f"bench --out {NOWHERE}": "cannot write to",
+    "generate x --draft early-exit:x": "takes a whole number, not 'x'",
+    "generate x --model MODEL --draft early-exit:9": "must be between 1 and 2",
+    "generate x --policy grafts": "did you mean 'graft'",
+    "generate x --profile /nope": "/nope cannot be read as a profile",
+    "generate x --profile PROMPTS": "cannot be read as a profile",
+    "generate x --model owner/name": "the hub cannot be reached",
+    "generate x --draft owner/name": "the hub cannot be reached",
+    "chat --max-new-tokens 0": "max_new_tokens must be at least 1, not 0",
+    "chat --temperature -1": "temperature must be 0",
+    "check --prompts /nope": "cannot read /nope: No such file",
+    "check --data /nope": "cannot read /nope",  # the older name
+    "tune --prompts /nope": "cannot read /nope",
+    "tune --prompts TWO": "needs at least 5 different prompts",
+    "tune --prompts PROMPTS --limit 0": "limit must be at least 1",
+    f"tune --prompts PROMPTS --out {NOWHERE}/profile": "cannot write to",
+    "tune --prompts PROMPTS --out FOLDER": "it is a folder",
+    "train --out OUT --prompts /nope": "cannot read /nope",
+    f"train --prompts PROMPTS --out {__file__}": f"cannot write to {__file__}: File exists",
+    f"train --prompts PROMPTS --out {NOWHERE}": "cannot write to",
+    "train --out OUT --answers nope": "there is no folder nope",
+    "drafters nope": "unknown model 'nope'",
+    "drafters --dtype fp8": "unknown dtype 'fp8'",
+    "drafters": "",  # of a model that is pulled, while nothing has been measured
+    "load-check nope": "no drafter at 'nope': it is neither packaged, nor a local folder, nor a hub id",
+    "load-check owner/name": "the hub cannot be reached",
+    "load-check EMPTY": "config.json is missing",
+    "load-check smollm2-135m --model nope": "unknown model 'nope'",
+    "export-head nope OUT": "no drafter at 'nope'",
+    "export-head smollm2-135m OUT --model nope": "unknown model 'nope'",
+    "export-head smollm2-135m OUT --results /nope": "/nope cannot be read",
+    "export-head smollm2-135m FOLDER": "is not empty: choose a new folder",
+    "export-hub FOLDER": "is not empty: choose a new folder",
+    "export-hub EMPTY/hub": "",
+    "pull nope": "'nope' is not a packaged model",
+    "doctor --prompts /nope": "cannot read /nope",
+    "doctor --prompts 6": "--prompts names a file; --limit is how many",
+    "doctor --limit 0": "limit must be at least 1",
+    "doctor --model nope": "",  # it answers on stdout
+    "doctor --draft nope": "",
+}
+OPTIONS = {  # by the beginning of a command line, options and words of the errors
+    "generate hi --model MODEL": {
+        "--temperature -1": "temperature must be 0",
+        "--max-new-tokens 0": "max_new_tokens must be at least 1",
+        "--logit-bias 5": "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'",
+        "--logprobs 2": "--logprobs needs --json",
+        "--show-tree --json": "exclude --json and --n",
+        "--color-by-origin --n 2": "exclude --json and --n",
+        "--raw --system kind": "--system needs the chat template",
+    },
+    "bench --model MODEL --max-prompt-tokens 64 --out OUT": {
+        "--methods grft": "unknown method 'grft': did you mean 'graft'?",
+        "--methods hf --rows 2": "'hf' decodes one prompt at a time",
+        "--methods hf-assisted": "name one with --assistant",
+        "--assistant nope": "unknown model 'nope'",
+        "--as-cost-of nope": "unknown shape 'nope'",
+        "--state hot": "unknown state 'hot': known are cold, warm, persistent",
+        "--state warm": "name the file",
+        "--prompts missing.jsonl": "cannot read missing.jsonl: No such file",
+        "--warmup missing.jsonl": "cannot read missing.jsonl: No such file",
+        "--warmup-limit 3": "--warmup-limit needs --warmup FILE",
+        "--rows 0": "rows must be at least 1, not 0",
+        "--repeat 0": "repeat must be at least 1, not 0",
+        "--limit 0": "limit must be at least 1, not 0",
+        "--temperature -1": "temperature must be 0 (greedy) or more",
+        "--max-prompt-tokens 1": "--max-prompt-tokens must be at least 2",
+        "--budget 500": "budget must be between 1 and",
+        "--pass-cost 0.1": "--pass-cost needs --budget",
+        "--pass-cost -1 --budget 5": "pass_cost must be 0 or more",
+    },
+    "train --prompts PROMPTS --out OUT": {
+        "--kind dspark": "unknown kind 'dspark'",
+        "--rows 0": "num_rows must be at least 1, not 0",
+        "--start-from nope": "no drafter at 'nope'",
+        "--unroll 3 --kind dflash": "--unroll does not apply to --kind dflash",
+        "--layers 3": "--layers does not apply to --kind eagle3",
+        "--causal": "--causal does not apply to --kind eagle3",
+        "--kind dflash --slots sideways": "slots must be in-place or shifted, not 'sideways'",
+        "--kind dflash --drafts 0": "num_drafts must be at least 1",
+        "--kind dflash --weighting none": "weighting 'none' is not one of decay, pace",
+        "--kind dflash --gamma 0": "gamma must be above 0",
+        "--weight-decay -1": "weight_decay must be at least 0, not -1",
+        "--warmup-steps -1": "warmup_steps must be at least 0, not -1",
+        "--kind dflash --ema-decay 1": "ema_decay must be from 0 to below 1",
+        "--kind dflash --max-file-mib 0": "--max-file-mib must be at least 1",
+        "--max-seconds 0": "--max-seconds must be above 0",
+        "--answers there": "give either --prompts or --answers",
+        "--kind depth-pruned --layers 0": "--layers must be at least 1, not 0",
+        "--kind depth-pruned --unroll 3": "--unroll does not apply to --kind depth-pruned",
+        "--kind depth-pruned --taps 3": "--taps does not apply to --kind depth-pruned",
+        "--kind depth-pruned --max-file-mib 3": "--max-file-mib does not apply to --kind depth-pruned",
+        "--kind depth-pruned --measured 1": "measured must be at least 2, not 1",
+        "--kind depth-pruned --steps -1": "steps must be at least 0, not -1",
+        "--steps 0": "steps must be at least 1, not 0",
+        "--kind treeflash --measured 9": "--measured does not apply to --kind treeflash",
+    },
+}
+COMMANDS |= {f"{line} {options}": words for line, known in OPTIONS.items() for options, words in known.items()}
+LOADING = {  # by verb that loads a model, what else it needs
+    **{"generate": "x", "chat": "", "serve": "", "demo": "", "check": "--prompts PROMPTS", "tune": "--prompts PROMPTS"},
+    **{"train": "--out OUT --prompts PROMPTS", "bench": "--out OUT"},
+}
+for verb, needed in LOADING.items():
+    line = f"{verb} {needed}"
+    COMMANDS |= {
+        f"{line} --model nope": "unknown model 'nope'",
+        f"{line} --model EMPTY": "config.json is missing",
+        f"{line} --device warp": "device 'warp' cannot be used here",
+        f"{line} --dtype fp8": "unknown dtype 'fp8'",
+    }
+    if verb not in ("demo", "train"):
+        COMMANDS[f"{line} --draft nope"] = "no drafter at 'nope'"
+    if verb not in ("demo", "train", "bench", "tune"):
+        COMMANDS[f"{line} --policy nope"] = "unknown policy 'nope'"
+        COMMANDS[f"{line} --budget 900"] = "budget must be between 1 and 127"
+    if verb not in ("demo", "serve"):
+        COMMANDS[f"{line} --max-new-tokens 99999 --model MODEL"] = CONTEXT
+# Runs commands one after the other in one process, and prints what each wrote, its status, and whether it needed torch.
+RUN = """
+import contextlib, io, json, sys
+from graft.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["graft", *words]
+    out, heard, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stderr(heard), contextlib.redirect_stdout(out):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([heard.getvalue(), out.getvalue(), status, "torch" in sys.modules]))
+"""
+LATER = [  # words, what is piped in, words of the error: what only the model or the input can tell
     ("generate", b"\xff\xfe", "stdin is not UTF-8"),
-    ("generate --dtype fp8 --model MODEL", b"hi", "unknown dtype 'fp8'"),
-    ("generate --device warp --model MODEL", b"hi", "cannot be used here"),
-    (f"train --prompts PROMPTS --out {__file__}", b"", "cannot write to .*File exists"),
-    (f"train --prompts PROMPTS --out {NOWHERE}", b"", "cannot write to"),
-    (f"tune --prompts PROMPTS --out {NOWHERE}/profile", b"", "cannot write to"),
-    ("tune --prompts PROMPTS --out FOLDER", b"", "it is a folder"),
-    ("tune --prompts PROMPTS --limit 0", b"", "limit must be at least 1"),
-    (f"bench --out {NOWHERE}", b"", "cannot write to"),
-]
-GENERATE_OPTIONS = [  # of graft generate, with a model; words of the error
-    ("--temperature -1", "temperature must be 0"),
-    ("--max-new-tokens 0", "max_new_tokens must be at least 1"),
-    ("--logit-bias 5", "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'"),
-    ("--logit-bias 9999=1", "the model has no token 9999"),
-    ("--logprobs 2", "--logprobs needs --json"),
-    ("--show-tree --json", "exclude --json and --n"),
-    ("--color-by-origin --n 2", "exclude --json and --n"),
-    ("--raw --system kind", "--system needs the chat template"),
-    ("--max-new-tokens 2000", "exceed the model's context of 1024"),
-]
-CHAT_OPTIONS = [  # of graft chat, what is piped in, words of the error
-    ("--temperature -1", b"", "temperature must be 0"),
-    ("--logit-bias 9999=1", b"hi\n", "the model has no token 9999"),
-    ("", b"hi\n\xff\n", "stdin is not UTF-8 text"),
-]
-BENCH_OPTIONS = [
-    ("--methods grft", r"unknown method 'grft': did you mean 'graft'\?"),
-    ("--state hot", "unknown state 'hot': known are cold, warm, persistent"),
-    ("--state warm", "name the file"),
-    ("--prompts missing.jsonl", "cannot read missing.jsonl: No such file"),
-    ("--warmup missing.jsonl", "cannot read missing.jsonl: No such file"),
-    ("--warmup-limit 3", "--warmup-limit needs --warmup FILE"),
-    ("--rows 0", "rows must be at least 1, not 0"),
-    ("--repeat 0", "repeat must be at least 1, not 0"),
-    ("--limit 0", "limit must be at least 1, not 0"),
-    ("--temperature -1", "temperature"),
-    ("--max-prompt-tokens 1", "--max-prompt-tokens must be at least 2"),
-    ("--budget 500", "budget must be between 1 and"),
-    ("--pass-cost 0.1", "--pass-cost needs --budget"),
-    ("--pass-cost -1 --budget 5", "pass_cost must be 0 or more"),
-]
-TRAIN_OPTIONS = [
-    ("--kind dspark", "unknown kind 'dspark'"),
-    ("--unroll 3 --kind dflash", "--unroll does not apply to --kind dflash"),
-    ("--layers 3", "--layers does not apply to --kind eagle3"),
-    ("--causal", "--causal does not apply to --kind eagle3"),
-    ("--kind dflash --slots sideways", "slots must be in-place or shifted, not 'sideways'"),
-    ("--kind dflash --drafts 0", "num_drafts must be at least 1"),
-    ("--kind dflash --weighting none", "weighting 'none' is not one of decay, pace"),
-    ("--kind dflash --gamma 0", "gamma must be above 0"),
-    ("--weight-decay -1", "weight_decay must be at least 0, not -1"),
-    ("--warmup-steps -1", "warmup_steps must be at least 0, not -1"),
-    ("--kind dflash --ema-decay 1", "ema_decay must be from 0 to below 1"),
-    ("--kind dflash --max-file-mib 0", "--max-file-mib must be at least 1"),
-    ("--max-seconds 0", "--max-seconds must be above 0"),
-    ("--answers there", "give either --prompts or --answers"),
-    ("--kind depth-pruned --layers 0", "--layers must be at least 1, not 0"),
-    ("--kind depth-pruned --unroll 3", "--unroll does not apply to --kind depth-pruned"),
-    ("--kind depth-pruned --taps 3", "--taps does not apply to --kind depth-pruned"),
-    ("--kind depth-pruned --max-file-mib 3", "--max-file-mib does not apply to --kind depth-pruned"),
-    ("--kind depth-pruned --measured 1", "measured must be at least 2, not 1"),
-    ("--kind depth-pruned --steps -1", "steps must be at least 0, not -1"),
-    ("--steps 0", "steps must be at least 1, not 0"),
-    ("--kind treeflash --measured 9", "--measured does not apply to --kind treeflash"),
-]
-COMMANDS += [
-    *((f"generate hi --model MODEL {options}", b"", words) for options, words in GENERATE_OPTIONS),
-    *((f"chat --model MODEL --max-new-tokens 8 {options}", stdin, words) for options, stdin, words in CHAT_OPTIONS),
-    *((f"bench --model MODEL --max-prompt-tokens 64 --out FOLDER/out {o}", b"", words) for o, words in BENCH_OPTIONS),
-    *((f"train --prompts PROMPTS --out FOLDER/out {options}", b"", words) for options, words in TRAIN_OPTIONS),
+    ("generate hi --logit-bias 9999=1", b"", "the model has no token 9999"),
+    ("chat --max-new-tokens 8 --logit-bias 9999=1", b"hi\n", "the model has no token 9999"),
+    ("chat --max-new-tokens 8", b"hi\n\xff\n", "stdin is not UTF-8 text"),
 ]
 
 
@@ -209,23 +287,39 @@ def test_generate_says_in_one_line_what_is_wrong(engine, prompt, options, words)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("line", "stdin", "words"), COMMANDS, ids=[line for line, *_ in COMMANDS])
-def test_a_command_says_in_one_line_what_is_wrong_before_it_loads_the_default_model(
-    graft, model_folder, tmp_path, monkeypatch, line, stdin, words
-):
-    def fetched(*args):
-        raise AssertionError("the model is loaded first")
+def test_help_and_wrong_arguments_of_every_verb_are_answered_in_one_line_without_torch(tmp_path, model_folder):
+    (tmp_path / "empty").mkdir()
+    places = {"MODEL": model_folder, "FOLDER": str(tmp_path), "EMPTY": str(tmp_path / "empty"), "OUT": "out"}
+    for name, count in (("PROMPTS", 5), ("TWO", 2)):
+        places[name] = str(tmp_path / f"{name}.jsonl")
+        Path(places[name]).write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(count)))
+    (tmp_path / "models" / DEFAULT_MODEL).mkdir(parents=True)
+    environment = {**os.environ, "GRAFT_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places["PORT"] = str(taken.getsockname()[1])
 
-    monkeypatch.setattr("graft.hub.load.pull", fetched)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
-    places = {"MODEL": model_folder, "PROMPTS": str(tmp_path / "prompts.jsonl"), "FOLDER": str(tmp_path)}
-    for name, place in places.items():
-        line = line.replace(name, place)
-    result = graft(*line.split(), stdin=stdin)
-    assert result.status == 2 and result.out == ""
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1
-    assert re.search(words, result.err)
+        def placed(line):
+            return re.sub("|".join(places), lambda found: places[found[0]], line)
+
+        lines = json.dumps([placed(line).split() for line in COMMANDS])
+        given = [sys.executable, "-c", RUN, lines]
+        finished = subprocess.run(given, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    answers = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert len(answers) == len(COMMANDS), finished.stderr
+    for line, (error, out, status, needed_torch) in zip(COMMANDS, answers, strict=True):
+        expected = placed(COMMANDS[line])
+        assert expected in error and not needed_torch, (line, error)
+        if expected:
+            assert (error.startswith("error: "), error.count("\n"), out, status) == (True, 1, "", 2), (line, error, out)
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(("line", "stdin", "words"), LATER)
+def test_a_command_says_in_one_line_what_is_wrong_with_its_input(graft, model_folder, line, stdin, words):
+    result = graft(*line.split(), "--model", model_folder, stdin=stdin)
+    assert (
+        (result.status, result.err.count("\n")) == (2, 1) and result.err.startswith("error: ") and words in result.err
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full to stand for a full disk")

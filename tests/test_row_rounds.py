@@ -13,49 +13,19 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 pytest.importorskip("llguidance", reason="llguidance is not installed, and without it there are no grammars")
 
-import plain_kernels
-from captured_parts import Small
+from captured_parts import DEVICE, TwoContexts, plain_answers, plain_ids, use_host
 from graft import Engine, SamplingSettings
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Failure, Job
 from graft.engine.round_reports import _scores_of
-from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
-from graft.model import TargetRunner
 from graft.model.grammar import GrammarTree
 from graft.server.grammar import GrammarConstraint, Grammars, GrammarSpec
 from graft.tree.device.round import RoundShape
-from scheduling import Asked
+from scheduling import Asked, scheduler_over
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
-
-
-class OneContext(Small):
-    sizes = (1, 2, 4, 8, 16, 64, 256)
-    contexts = (64, 128)
-
-
-def use_host(monkeypatch):
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, hidden, chunk, exact: TargetRunner(model))
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Engines whose rounds the device makes; without a GPU that is the interpreter, with PyTorch for the layers."""
-    if DEVICE == "cpu":
-        plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.engine.target_for", lambda *given: OneContext(*given))
-    monkeypatch.setattr("graft.spec_decode.memory.PAST_TOKENS", 64)
-    monkeypatch.setattr("graft.engine.captured_rounds.CapturedRounds.contexts", (64, 128))
-
-
-def on_host(monkeypatch, model, prompts, **options):
-    """What plain decoding gives, by transformers' own layers."""
-    with monkeypatch.context() as eager:
-        use_host(eager)
-        return Engine(model, policy="off").generate_batch(prompts, **options)
 
 
 ROWS = [
@@ -87,7 +57,7 @@ def test_rows_of_several_kinds_share_rounds_and_have_their_own_texts(rows, on_de
     prompts = [PROMPT[row:] for row in range(len(rows))]
     options = {"max_new_tokens": 8, "seed": 5}
     answers = Engine(model, policy="graft", budget=3).generate_batch(prompts, each=rows, **options)
-    expected = on_host(monkeypatch, model, prompts, each=rows, **options)
+    expected = plain_answers(model, prompts, monkeypatch, each=rows, **options)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert all("propose" in answer.stats.seconds_by_phase for answer in answers), "the device has made the rounds"
     assert sum(answer.stats.accepted > 0 for answer in answers) >= 2
@@ -132,7 +102,7 @@ def test_penalties_of_preempted_and_joining_rows_count_the_whole_answer(on_devic
     model = tiny_model("llama").to(DEVICE)
     options = {"max_new_tokens": 9, "frequency_penalty": -1.5, "presence_penalty": 0.4, "min_tokens": 3}
     prompts = [PROMPT, PROMPT[:5], PROMPT[3:8]]
-    expected = [answer.ids for answer in on_host(monkeypatch, model, prompts, **options)]
+    expected = plain_ids(model, prompts, monkeypatch, **options)
     engine = Engine(model, policy="off")
     loop = DecodeLoop(engine, SchedulerSettings(max_rows=3, prefix_cache_tokens=0), max_batched_tokens=64)
     jobs = [Job(engine.new_sequences(prompt, SamplingSettings(**options))) for prompt in prompts]
@@ -150,8 +120,8 @@ def test_penalties_of_preempted_and_joining_rows_count_the_whole_answer(on_devic
 def test_where_rounds_cannot_be_captured_any_more_the_host_knows_what_the_answers_have(on_device, monkeypatch):
     model = tiny_model("llama").to(DEVICE)
     options = {"max_new_tokens": 9, "frequency_penalty": -1.5, "presence_penalty": 0.4, "min_tokens": 7}
-    expected = [answer.ids for answer in on_host(monkeypatch, model, [PROMPT], stop_token_ids=[*range(30)], **options)]
-    capture, calls = OneContext.capture, []
+    expected = plain_ids(model, [PROMPT], monkeypatch, stop_token_ids=[*range(30)], **options)
+    capture, calls = TwoContexts.capture, []
 
     def fails_later(target, key, run):
         calls.append(key)
@@ -159,7 +129,7 @@ def test_where_rounds_cannot_be_captured_any_more_the_host_knows_what_the_answer
             raise ValueError("no more")
         return capture(target, key, run)
 
-    monkeypatch.setattr(OneContext, "capture", fails_later)
+    monkeypatch.setattr(TwoContexts, "capture", fails_later)
     with pytest.warns(UserWarning, match="no more"):
         answers = Engine(model, policy="off").generate_batch([PROMPT], stop_token_ids=[*range(30)], **options)
     assert [answer.ids for answer in answers] == expected
@@ -331,15 +301,12 @@ def test_a_grammar_alone_in_plain_rounds(on_device, grammars, monkeypatch):
 
 def test_a_grammar_that_fails_ends_its_answer_alone(on_device, grammars, monkeypatch):
     engine = Engine(byte_model(), byte_tokenizer(), policy="off")
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=2, max_cache_tokens=4096, max_batched_tokens=64))
-    try:
+    with scheduler_over(engine, max_rows=2) as scheduler:
         good = Asked(scheduler, "good", max_new_tokens=12)
         letters = [byte_tokenizer().convert_tokens_to_ids(letter) for letter in "abcdef"]
         options = {"max_new_tokens": 12, "logit_bias": dict.fromkeys(letters, -torch.inf)}
         bad = Asked(scheduler, "bad", constraint=grammars[CALL], **options)
         failure, [text] = bad.wait(), good.wait()
-    finally:
-        scheduler.close()
     assert isinstance(failure, Failure)
     assert failure.message.endswith("the request's other settings forbid every token that it allows here")
     with monkeypatch.context() as eager:

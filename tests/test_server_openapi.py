@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server takes and answers."""
+"""Answers fit the official client, and the OpenAPI document says what the server takes."""
 
 import httpx
 import pytest
@@ -6,7 +6,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from graft.server import openapi
 from graft.server.app import make_app
 from graft.server.settings import ServeSettings
 from served import CHAT, post, running
@@ -35,36 +34,8 @@ def document(url):
         (Response, "/v1/responses", {"input": "x", "max_output_tokens": 3}),
     ],
 )
-def test_answers_are_what_openai_and_the_document_say(url, model, path, body):
-    answer = post(url, path, **body).json()
-    model.model_validate(answer)
-    documented = {
-        ChatCompletion: openapi.ChatCompletion,
-        Completion: openapi.Completion,
-        Response: openapi.ModelResponse,
-    }
-    documented[model].model_validate(answer, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "path", "body"),
-    [
-        (openapi.Tokens, "/tokenize", {"prompt": "x"}),
-        (openapi.Detokenized, "/detokenize", {"tokens": [70]}),
-        (openapi.Error, "/v1/completions", {}),
-        (openapi.Error, "/v1/completions", {"prompt": "x", "model": "other"}),
-    ],
-)
-def test_other_answers_are_what_the_document_says(url, model, path, body):
-    model.model_validate(post(url, path, **body).json(), strict=True)
-
-
-def test_what_has_no_body_is_described_too(url):
-    for model, path in (
-        (openapi.ModelList, "/v1/models"), (openapi.ModelCard, "/v1/models/tiny"), (openapi.Health, "/health"),
-        (openapi.Live, "/live"), (openapi.Version, "/version"),
-    ):  # fmt: skip
-        model.model_validate(httpx.get(url + path).json(), strict=True)
+def test_answers_are_what_openais_client_reads(url, model, path, body):
+    model.model_validate(post(url, path, **body).json())
 
 
 def test_streams_errors_and_keys_are_in_the_document(document):
@@ -76,7 +47,6 @@ def test_streams_errors_and_keys_are_in_the_document(document):
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
-        assert content["application/json"]["schema"]["$ref"]
     with_keys = make_app(engine_with(), ServeSettings(api_keys=("k",)), "tiny").openapi()
     assert with_keys["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert with_keys["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]

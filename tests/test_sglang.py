@@ -1,7 +1,6 @@
 """The SGLang plugin without SGLang or a GPU: texts and trees, and whole rounds over a stand-in."""
 
 import ast
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -195,14 +194,6 @@ def test_finished_texts_are_kept_and_what_prompts_have_in_common_only_once(monke
     assert past_of(now)[-1] == [9, 9, 1, 2]
 
 
-def test_finished_texts_take_a_bounded_number_of_tokens():
-    now = made(context=150)
-    for number in range(20):
-        load(now, [request(1, [number] * 100, [1], length=1)], [1])
-    texts = past_of(now)
-    assert sum(map(len, texts)) <= 1024 and texts[-1][0] == 18
-
-
 def test_texts_that_end_and_requests_that_take_their_slots_are_one_launch(monkeypatch):
     monkeypatch.setattr(slots, "_COMPARED_TOKENS", 0)
     now, launches, write = made(), [], kernels.write_requests
@@ -269,20 +260,6 @@ def test_isolated_requests_leave_nothing_to_others():
         load(now, [request(1, PROMPT, [1], length=1)], [1])
         salts.append(int(now.round.inputs["salts"][0]))
     assert not past_of(now) and len(set(salts)) == 2 and 0 not in salts
-
-
-def test_a_long_prompt_holds_a_round_up_for_a_few_milliseconds_at_most(monkeypatch):
-    now = made(context=140_000)
-    prompt = request(1, [1])
-    prompt.origin_input_ids = sglang_double.array("q", np.random.default_rng(0).integers(0, VOCAB, 128_000).tolist())
-    now.see([request(2, PROMPT)])  # what is done once
-    write, sent = kernels.write_requests, []
-    monkeypatch.setattr(kernels, "write_requests", lambda *args: sent.append(args))  # the interpreter is slow
-    started = time.perf_counter()
-    now.see([prompt])
-    assert time.perf_counter() - started < 0.05, "an index of it took 59 ms"
-    write(*sent[0])
-    assert now.round.texts.own[1, :128_000].equal(torch.tensor(prompt.origin_input_ids, dtype=torch.int32))
 
 
 class NoReading(TorchFunctionMode):

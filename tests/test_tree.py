@@ -23,17 +23,7 @@ def trees(draw, max_nodes=24):
 def test_a_chain_is_a_tree_of_one_path(length):
     chain = DraftTree.chain(torch.arange(length)[None])
     assert_is_tree(chain)
-    assert chain.max_depth == length - 1
     assert chain.parents[0].tolist() == [0, *range(length - 1)]
-
-
-@given(trees(), st.integers(1, 30))
-def test_the_first_places_of_a_tree_are_a_tree(tree, width):
-    first = tree.first(width)
-    assert_is_tree(first)
-    assert first.width == min(width, tree.width)
-    assert torch.equal(first.tokens, tree.tokens[:, :width])
-    assert torch.equal(first.parents, tree.parents[:, :width]) and torch.equal(first.sources, tree.sources[:, :width])
 
 
 @given(trees())

@@ -16,9 +16,7 @@ def trees(draw):
         parents.append([0] + [draw(st.integers(0, node - 1)) for node in range(1, count)] + [0] * (width - count))
         tokens.append([draw(st.integers(0, 3)) for _ in range(width)])
         sources.append([0] + [1] * (count - 1) + [PADDING] * (width - count))
-    zeros = torch.zeros(len(tokens), width, dtype=torch.int64)
-    columns = (torch.tensor(tokens), torch.tensor(parents), zeros.float(), torch.tensor(sources), zeros)
-    return DraftTree(width, *columns)
+    return DraftTree(*map(torch.tensor, (tokens, parents)), torch.zeros(len(tokens), width), torch.tensor(sources))
 
 
 def path_of(parents, node):

@@ -23,7 +23,7 @@ from graft.transformers_reference import processors, transformers_answer
 _LOGITS_ALONE = LogitsProcessorList()  # greedy: a token's score is its logit
 
 
-class Answer(NamedTuple):
+class Decoded(NamedTuple):
     """New tokens, and the name of the decoder that chose them."""
 
     decoder: str
@@ -78,13 +78,13 @@ def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSet
     """Answer a prompt with both engines, and with transformers where it decodes by the same rule."""
     ids = engine.encode(prompt)
     settings = settings.fitted(len(ids), engine.target.max_positions)
-    expected = Answer("plain", plain.generate(ids, **vars(settings)).ids)
+    expected = Decoded("plain", plain.generate(ids, **vars(settings)).ids)
     generation = engine.generate(ids, **vars(settings))
-    found = Answer("graft", generation.ids)
+    found = Decoded("graft", generation.ids)
     rule = processors(engine, settings, len(ids))
     difference = find_difference(engine.target.model, ids, expected, found, rule)
     if difference is None and comparable_to_transformers(engine, settings):
-        reference = Answer("transformers", transformers_answer(engine, ids, settings))
+        reference = Decoded("transformers", transformers_answer(engine, ids, settings))
         difference = find_difference(engine.target.model, ids, reference, found, rule)
     return Comparison(len(expected.ids), generation.stats, difference)
 
@@ -92,8 +92,8 @@ def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSet
 def find_difference(
     model: PreTrainedModel,
     prompt_ids: Sequence[int],
-    expected: Answer,
-    found: Answer,
+    expected: Decoded,
+    found: Decoded,
     rule: LogitsProcessorList = _LOGITS_ALONE,
 ) -> Difference | None:
     """The first difference between two answers to a prompt, with the logits and scores of both tokens there.
@@ -108,7 +108,7 @@ def find_difference(
     inputs = torch.tensor([before], device=logits.device)
     scores = rule(inputs, logits[None])[0]  # type: ignore[arg-type]  # it asks for a LongTensor and a FloatTensor
 
-    def candidate(answer: Answer) -> Candidate:
+    def candidate(answer: Decoded) -> Candidate:
         if position >= len(answer.ids):
             return Candidate(answer.decoder, None, None, None)
         token = answer.ids[position]

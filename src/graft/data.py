@@ -13,14 +13,14 @@ from graft.settings import require
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRow:
     """A row of a data file."""
 
     id: str  # the row's own, or its line number
     text: str
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: str | Path, limit: int | None = None) -> list[PromptRow]:
     """The first `limit` prompts of a file, or all; later lines are not read.
 
     A row has `prompt` or `turns`. The first turn is taken: later ones follow up on an answer.
@@ -45,7 +45,7 @@ def user_message(text: str, tokenizer: Any, system: str | None = None) -> str | 
     return [*instructions, {"role": "user", "content": text}]
 
 
-def _prompt(path: str | Path, number: int, line: bytes) -> Prompt:
+def _prompt(path: str | Path, number: int, line: bytes) -> PromptRow:
     place = f"{path}:{number}"
     try:
         row = json.loads(line.rstrip().decode())
@@ -60,4 +60,4 @@ def _prompt(path: str | Path, number: int, line: bytes) -> Prompt:
         text = turns[0] if isinstance(turns, list) and turns else None
     usable = isinstance(text, str) and bool(text.strip())
     require(usable, f'{place} needs "prompt": TEXT or "turns": [TEXT, ...], with some text in it')
-    return Prompt(str(row.get("id", number)), str(text))
+    return PromptRow(str(row.get("id", number)), str(text))

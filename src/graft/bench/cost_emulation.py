@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from graft.bench.shapes import Shape
+from graft.bench.shapes import ModelShape
 from graft.device_info import free_memory
 from graft.errors import GraftError
 from graft.model.cpu_linear import speed_up
@@ -33,7 +33,7 @@ _ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # types that change each f
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM | Glm4MoeForCausalLM:
+def widen(model: PreTrainedModel, shape: ModelShape) -> LlamaForCausalLM | Glm4MoeForCausalLM:
     """A model of this shape that computes what `model` computes, on the same device and in the same dtype.
 
     It is a Llama, or, if there are experts, a GLM-4-MoE, which has an MLP for all tokens beside them.
@@ -44,7 +44,7 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM | Glm4MoeFor
         raise GraftError(f"{type(model).__name__} cannot be widened: only a Llama can, such as the default model")
     config = model.config
     require(not config.attention_bias and not config.mlp_bias, "a model with biases cannot be widened")
-    small = Shape.of_config(config)
+    small = ModelShape.of_config(config)
     _check_fits("model", small, shape, dict(config.rope_parameters or {}))
     wide_config = deepcopy(config)
     wide_config.update({**shape.attention_and_mlp, "num_hidden_layers": shape.layers})
@@ -72,7 +72,7 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM | Glm4MoeFor
     return wide.eval()
 
 
-def _with_experts(config: Any, shape: Shape) -> Glm4MoeForCausalLM:
+def _with_experts(config: Any, shape: ModelShape) -> Glm4MoeForCausalLM:
     own = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     own["rope_parameters"] = {**config.rope_parameters, "partial_rotary_factor": 1.0}
     return Glm4MoeForCausalLM(
@@ -108,14 +108,17 @@ def _common_directions(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def widen_head(
-    head: Eagle3Head | BlockHead, target: PreTrainedModel, shape: Shape, model: LlamaForCausalLM | Glm4MoeForCausalLM
+    head: Eagle3Head | BlockHead,
+    target: PreTrainedModel,
+    shape: ModelShape,
+    model: LlamaForCausalLM | Glm4MoeForCausalLM,
 ) -> Eagle3Head | BlockHead:
     """A head for `model`, the widened target, that drafts what `head` drafts, with as many layers.
 
     An MLP that is larger or smaller than the target's stays so by the same factor.
     """
     config = head.config
-    small = Shape.of_config(config)
+    small = ModelShape.of_config(config)
     _check_fits("head", small, shape, config.rope)
     require(config.target_hidden_size == small.hidden, "a head that is not as wide as its target cannot be widened")
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
@@ -200,7 +203,7 @@ def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> Bl
 class _Widener:
     """Copies small weights into wide ones. Index tensors hold the wide row or column of each small one."""
 
-    def __init__(self, small: Shape, wide: Shape, like: Tensor) -> None:
+    def __init__(self, small: ModelShape, wide: ModelShape, like: Tensor) -> None:
         """like: a tensor with the device and dtype of all new weights."""
         self._small, self._wide, self._like = small, wide, like
         self._random = torch.Generator(like.device).manual_seed(_SEED)
@@ -312,8 +315,8 @@ def _head_norms(layer: nn.Module | None) -> list[nn.Module]:
     return [norm for norm in norms if isinstance(norm, nn.RMSNorm)]
 
 
-def _check_fits(what: str, small: Shape, wide: Shape, rope: Mapping[str, Any]) -> None:
-    for field in fields(Shape):
+def _check_fits(what: str, small: ModelShape, wide: ModelShape, rope: Mapping[str, Any]) -> None:
+    for field in fields(ModelShape):
         own, its = getattr(small, field.name), getattr(wide, field.name)
         require(own <= its, f"{field.name}={its} is too small a shape: the {what} itself has {own}")
     require(

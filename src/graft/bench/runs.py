@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graft.bench.baselines import ABLATIONS
-from graft.bench.baselines.ablations import WithoutEightBits
+from graft.bench.baselines.ablations import EIGHT_BITS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import make_peer
 from graft.bench.settings import PEERS, check_names
@@ -45,6 +45,6 @@ def make_methods(
 def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
     """The drafter of a policy, with the same tree for all under a common budget, else with the policy's own tree."""
     tree = tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device) if budget is None else None
-    if isinstance(drafter, Eagle3Drafter) and ABLATIONS.get(policy) is WithoutEightBits:
+    if isinstance(drafter, Eagle3Drafter) and policy == EIGHT_BITS:
         tree = replace(tree or drafter.settings, eight_bits=False)
     return drafter if drafter is None or tree is None else with_tree(drafter, tree)

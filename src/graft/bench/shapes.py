@@ -18,7 +18,7 @@ _OF_EXPERTS = ("experts", "experts_per_token", "neurons")
 
 
 @dataclass(frozen=True)
-class Shape(Settings):
+class ModelShape(Settings):
     """Sizes of a model's layers, which decide its cost, without the vocabulary."""
 
     layers: int
@@ -49,7 +49,7 @@ class Shape(Settings):
         require(self.head_dim % 2 == 0, f"head_dim must be even for rotary positions, not {self.head_dim}")
 
     @staticmethod
-    def named(name: str) -> Shape:
+    def named(name: str) -> ModelShape:
         """A shape by name, or by numbers such as layers=32,hidden=4096,..."""
         if "=" not in name:
             require_known("shape", name, SHAPES)
@@ -59,9 +59,9 @@ class Shape(Settings):
             key, _, value = part.partition("=")
             number = value.strip()
             numbers[key.strip()] = int(number) if number.isdecimal() else number
-        if missing := [field.name for field in fields(Shape) if field.name not in {*numbers, *_OF_EXPERTS}]:
+        if missing := [field.name for field in fields(ModelShape) if field.name not in {*numbers, *_OF_EXPERTS}]:
             raise GraftError(f"shape {name!r} lacks {', '.join(missing)}")
-        return Shape.of(numbers)
+        return ModelShape.of(numbers)
 
     @classmethod
     def of_config(cls, config: LlamaConfig | HeadConfig) -> Self:
@@ -95,12 +95,12 @@ class Shape(Settings):
 
 
 SHAPES = {
-    "llama-1b5": Shape(layers=32, hidden=2048, intermediate=5632, heads=32, kv_heads=8, head_dim=64),
-    "llama-8b": Shape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128),
-    "qwen-32b": Shape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128),
+    "llama-1b5": ModelShape(layers=32, hidden=2048, intermediate=5632, heads=32, kv_heads=8, head_dim=64),
+    "llama-8b": ModelShape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128),
+    "qwen-32b": ModelShape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128),
     # With heads of 128 numbers in place of 256, so that a small model's nine heads fit.
-    "gemma3-4b": Shape(layers=34, hidden=2560, intermediate=10240, heads=16, kv_heads=4, head_dim=128),
+    "gemma3-4b": ModelShape(layers=34, hidden=2560, intermediate=10240, heads=16, kv_heads=4, head_dim=128),
     # A small model's MLP has the place of two of the 8 experts of a token, or of one of 4; all tokens read it.
-    "qwen3-30b-a3b": Shape(48, 2048, 1536, 32, 4, 128, experts=126, experts_per_token=6, neurons=768),
-    "gpt-oss-20b": Shape(24, 2880, 2880, 64, 8, 64, experts=31, experts_per_token=3, neurons=2880),
+    "qwen3-30b-a3b": ModelShape(48, 2048, 1536, 32, 4, 128, experts=126, experts_per_token=6, neurons=768),
+    "gpt-oss-20b": ModelShape(24, 2880, 2880, 64, 8, 64, experts=31, experts_per_token=3, neurons=2880),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graft.data import Prompt, read_prompts, user_message
+from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
 from graft.settings import require
 
@@ -29,7 +29,7 @@ class Question:
 @dataclass(frozen=True)
 class Task:
     name: str
-    prompts: list[Prompt]
+    prompts: list[PromptRow]
 
 
 def built_in_tasks(limit: int | None = None) -> list[Task]:

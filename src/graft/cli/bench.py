@@ -14,7 +14,7 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.bench.shapes import Shape
+    from graft.bench.shapes import ModelShape
     from graft.bench.tasks import Question
     from graft.engine import Engine
     from graft.hub.drafters import AnyDrafter
@@ -97,10 +97,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from graft.bench.settings import BenchSettings, check_names, check_states
-    from graft.bench.shapes import Shape
+    from graft.bench.shapes import ModelShape
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks, without_repeats
     from graft.cli.results_table import run_and_show
-    from graft.data import Prompt
+    from graft.data import PromptRow
     from graft.spec_decode.policy_settings import PolicySettings
 
     # Check all options before loading the model.
@@ -118,7 +118,7 @@ def bench(
     budget, pass_cost, passes = (heads.get(name) for name in ("budget", "pass_cost", "passes"))
     policy = PolicySettings(budget, pass_cost, passes=passes)
     require(pass_cost is None or budget is not None, "--pass-cost needs --budget")
-    shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
+    shape = ModelShape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
     read = read_tasks(prompts, limit) if prompts else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     folder = checked_folder(out)
@@ -144,7 +144,7 @@ def bench(
     if num_repeats:
         words = "prompts are left out: they are in the run already, and their answers would be recalled, not decoded"
         notes().print(f"{num_repeats} {words}", markup=False, soft_wrap=True)
-    trial = asked(Task("trial", [Prompt("trial", TRIAL)]))[0]
+    trial = asked(Task("trial", [PromptRow("trial", TRIAL)]))[0]
     facts = {
         "model": _public(model_name),
         "draft": _public(head_name),
@@ -172,7 +172,7 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def widened_engine(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[Engine, AnyDrafter | None]:
+def widened_engine(engine: Engine, drafter: AnyDrafter | None, shape: ModelShape) -> tuple[Engine, AnyDrafter | None]:
     """The engine and its drafter at the cost of a larger model, with the same text and drafts."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine

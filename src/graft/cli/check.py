@@ -13,7 +13,7 @@ import typer
 
 from graft.cli.options import LIMIT, LOADING, PROMPTS, SAMPLING, Given, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes
-from graft.data import Prompt, read_prompts, user_message
+from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
 from graft.settings import require
 
@@ -82,11 +82,11 @@ class Row:
 
     path: Path
     number: int
-    prompt: Prompt
+    prompt: PromptRow
     result: Comparison
 
 
-def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: SamplingSettings) -> Iterator[Row]:
+def _compare(engine: Engine, files: dict[Path, list[PromptRow]], settings: SamplingSettings) -> Iterator[Row]:
     from rich.markup import escape
     from rich.progress import track
 
@@ -100,7 +100,7 @@ def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: Sampling
             yield Row(path, number, prompt, compare(engine, plain, ids, settings))
 
 
-def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: SamplingSettings) -> list[list[int]]:
+def _encoded(engine: Engine, path: Path, prompts: list[PromptRow], settings: SamplingSettings) -> list[list[int]]:
     """Token ids of every prompt. All prompts are checked before any is decoded."""
     encoded = []
     for number, prompt in enumerate(prompts, start=1):

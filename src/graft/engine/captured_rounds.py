@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graft.engine import device_learning
 from graft.engine.adjustments import Adjustments
-from graft.engine.device_rows import Choice, draws_of, load_chunks
+from graft.engine.device_rows import ChoiceRule, draws_of, load_chunks
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark
 from graft.engine.round_reports import RoundReports
@@ -59,7 +59,7 @@ class CapturedRounds:
             return False
         return not any(row.offset for row in batch.cache.rows)
 
-    def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
+    def warm_up(self, max_rows: int, choices: Iterable[ChoiceRule] = ChoiceRule, longest: int = 0) -> None:
         """Capture the graphs of all rounds and steps that the controller may plan for up to `max_rows` rows.
 
         choices: how their tokens may be chosen. longest: tokens of the longest text.
@@ -99,7 +99,7 @@ class CapturedRounds:
         tables: Tensor,
         shape: RoundShape,
         context: int,
-        choice: Choice,
+        choice: ChoiceRule,
         learns: bool,
         num_passes: int,
         draft: int,
@@ -107,7 +107,7 @@ class CapturedRounds:
         """The graphs before and after a step. draft: the number of the drafter's buffers."""
         target, key = self._target, (id(buffers), *shape, context, draft)
         owner = self._memory.number  # graphs are over this round's memory, and engines may share a target's graphs
-        draws = choice is not Choice.GREEDY and self._policy.knows_draws
+        draws = choice is not ChoiceRule.GREEDY and self._policy.knows_draws
         propose = partial(self._propose, round, buffers, shape, context, num_passes, draws)
         propose_key = (owner, "propose", num_passes, draws, *key)
         finish = partial(self._finish, round, buffers, tables, shape, context, choice, learns)
@@ -143,7 +143,7 @@ class CapturedRounds:
                 rounds.flush(clock)
             round = self._memory.with_texts_of(batch)
             draft = self._drafter.prepare_pool(target.pool) if self._drafter is not None else 0
-            choice = max(Choice.of(own.settings, own.constraint is not None) for own in batch.sequences)
+            choice = max(ChoiceRule.of(own.settings, own.constraint is not None) for own in batch.sequences)
             learns = rounds.learns(batch.sequences)
             context = context_for(longest, self.contexts)
             kind = (choice, learns, plan.max_passes, draft)
@@ -241,12 +241,12 @@ class CapturedRounds:
         tables: Tensor,
         shape: RoundShape,
         context: int,
-        choice: Choice,
+        choice: ChoiceRule,
         learns: bool,
     ) -> None:
         size, columns = shape.tokens, buffers.columns
         chosen: Tensor = buffers.best[:size]
-        if choice is not Choice.GREEDY:
+        if choice is not ChoiceRule.GREEDY:
             inputs, rows = round.inputs, shape.rows + 1
             ends = round.texts.lengths.index_select(0, inputs["table_rows"][:rows]).long()
             chosen = torch.zeros(size, dtype=torch.int64, device=round.device)
@@ -254,7 +254,7 @@ class CapturedRounds:
                 *(buffers.logits[:size], columns[4, :size], columns[3, :size], inputs["seeds"][:rows], ends),
                 *(inputs["temperatures"][:rows], inputs["top_k"][:rows], inputs["top_p"][:rows]),
                 *(inputs["min_p"][:rows], chosen),
-                truncates=choice is Choice.TRUNCATED,
+                truncates=choice is ChoiceRule.TRUNCATED,
             )
         learned: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if learns and self._rounds.learns_successors:

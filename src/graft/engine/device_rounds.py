@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graft.engine import device_learning
-from graft.engine.device_rows import Choice, ReadChunk
+from graft.engine.device_rows import ChoiceRule, ReadChunk
 from graft.engine.direct_rounds import DirectRounds
 from graft.engine.flight import Flight
 from graft.engine.marks import seconds_between
@@ -88,7 +88,7 @@ class DeviceRounds:
         """Whether a launched round's results have not been taken yet."""
         return self._flight is not None
 
-    def warm_up(self, max_rows: int, choices: Iterable[Choice] = Choice, longest: int = 0) -> None:
+    def warm_up(self, max_rows: int, choices: Iterable[ChoiceRule] = ChoiceRule, longest: int = 0) -> None:
         """Do one-time work for up to `max_rows` rows. choices, longest: see `CapturedRounds.warm_up`."""
         if self.captured is not None and self.target.is_captured:
             self.captured.warm_up(max_rows, choices, longest)

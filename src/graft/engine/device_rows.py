@@ -25,7 +25,7 @@ def draws_of(sequences: Iterable[TokenSequence], are_known: bool) -> list[RowDra
     ]
 
 
-class Choice(IntEnum):
+class ChoiceRule(IntEnum):
     """How the tokens of a round are chosen. The highest value that a row needs is used for all rows."""
 
     GREEDY = 0  # as the step left them: the likeliest by its own logits
@@ -33,7 +33,7 @@ class Choice(IntEnum):
     TRUNCATED = 2
 
     @classmethod
-    def of(cls, settings: SamplingSettings, has_grammar: bool = False) -> Choice:
+    def of(cls, settings: SamplingSettings, has_grammar: bool = False) -> ChoiceRule:
         if settings.temperature == 0:
             return cls.SAMPLED if has_grammar or is_adjusted(settings) else cls.GREEDY
         return cls.TRUNCATED if truncates(settings) else cls.SAMPLED

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.choosers import Choosers
-from graft.engine.device_rows import Choice, load_chunks
+from graft.engine.device_rows import ChoiceRule, load_chunks
 from graft.engine.flight import Flight
 from graft.engine.marks import new_mark
 from graft.engine.round_reports import SHOWN, Report
@@ -171,8 +171,8 @@ class _Passes:
 
 def _are_greedy(batch: Batch) -> bool:
     """Whether the likeliest token is chosen everywhere."""
-    choices = (Choice.of(sequence.settings, sequence.constraint is not None) for sequence in batch.sequences)
-    return max(choices) is Choice.GREEDY
+    choices = (ChoiceRule.of(sequence.settings, sequence.constraint is not None) for sequence in batch.sequences)
+    return max(choices) is ChoiceRule.GREEDY
 
 
 def _walked(

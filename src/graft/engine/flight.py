@@ -12,7 +12,7 @@ import torch
 from graft.model import Row, VerifyOutput
 from graft.model.captures import Event
 from graft.request.sequence import Sequence as TokenSequence
-from graft.tree.device.round import MAX_TOKENS, RoundShape
+from graft.tree.device.round import RoundShape
 from graft.tree.tree import PADDING, DraftTree
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Flight:
         found, num_rows = self.results, len(self.rows)
         if self.shape.is_plain:
             return DraftTree.roots(torch.from_numpy(found["step"][0, :num_rows].astype(np.int64)))
-        widths = found["num_nodes"][:num_rows] + 1
-        width, ends = int(widths.max()), np.cumsum(widths)
-        rows = np.repeat(np.arange(num_rows), widths)
-        places = np.arange(int(ends[-1])) - np.repeat(ends - widths, widths)
-        columns = np.zeros((4, num_rows, width), dtype=np.int64)
-        columns[2] = PADDING
-        for column, values in zip(columns, (*found["step"], found["origins"]), strict=False):
-            column[rows, places] = values[: len(rows)]
-        tokens, parents, sources, buckets = (torch.from_numpy(part) for part in columns)
-        return DraftTree(MAX_TOKENS, tokens, parents, torch.ones(num_rows, width), sources, buckets)
+        tokens, parents = (torch.from_numpy(self.padded(column)) for column in found["step"][:2])
+        sources = torch.from_numpy(self.padded(found["origins"], PADDING))
+        return DraftTree(tokens, parents, torch.ones(tokens.shape), sources)
+
+    def padded(self, flat: np.ndarray, padding: int = 0) -> np.ndarray:
+        """Values of the nodes, tree after tree, as [rows, N] int64."""
+        widths = self.results["num_nodes"][: len(self.rows)] + 1
+        values = np.full((len(widths), int(widths.max())), padding, dtype=np.int64)
+        values[np.arange(values.shape[1]) < widths[:, None]] = flat[: int(widths.sum())]
+        return values

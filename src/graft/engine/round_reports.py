@@ -66,7 +66,7 @@ class Report:
         paths = bits.view(np.float32)
         counts = np.minimum((paths > 0).sum(axis=1), num_nodes + SHOWN)
         shape = (len(roots), 1 + int(counts.max()))
-        tokens, parents, sources, needs = np.zeros((4, *shape), dtype=np.int64)
+        tokens, parents, sources = np.zeros((3, *shape), dtype=np.int64)
         probabilities = np.ones(shape, dtype=np.float32)
         sources[:] = PADDING
         tokens[:, 0], sources[:, 0] = roots, ROOT
@@ -77,7 +77,7 @@ class Report:
             parents[row, own] = [place[node] for node in above[row, :count].tolist()]
             by_place = np.append(np.float32(1), paths[row, :count])
             probabilities[row, own] = by_place[1:] / by_place[parents[row, own]]
-        return DraftTree(MAX_TOKENS, *map(torch.from_numpy, (tokens, parents, probabilities, sources, needs)))
+        return DraftTree(*map(torch.from_numpy, (tokens, parents, probabilities, sources)))
 
 
 class RoundReports:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graft.engine.device_rounds import DeviceRounds
-from graft.engine.device_rows import Choice, ReadChunk
+from graft.engine.device_rows import ChoiceRule, ReadChunk
 from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
 from graft.model.sampler import Chooser, Sampler, SamplingSettings
 from graft.request.batch import Batch
@@ -157,7 +157,7 @@ class Rounds:
         max_rows: rows decoded together. longest: tokens of the longest text. settings: of all rows.
         """
         # The host does not know yet what the round in flight adds.
-        self.device_rounds.warm_up(max_rows, [Choice.of(settings)], longest + self.device_rounds.num_unknown)
+        self.device_rounds.warm_up(max_rows, [ChoiceRule.of(settings)], longest + self.device_rounds.num_unknown)
 
     @property
     def num_setups(self) -> int:

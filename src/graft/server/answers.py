@@ -61,7 +61,8 @@ class Answers(ABC):
         self._is_prompt_only, self._with_prompt_logprobs = is_prompt_only, with_prompt_logprobs
         self.sequences = [sequence for job in jobs for sequence in job.sequences]
         self.answers = [
-            Answer(index, sequence, tokenizer, parser(), is_one_call) for index, sequence in enumerate(self.sequences)
+            GrowingAnswer(index, sequence, tokenizer, parser(), is_one_call)
+            for index, sequence in enumerate(self.sequences)
         ]
         self._per_job = len(jobs[0].sequences)
         self._echoed_logprobs: dict[int, Json] = {}  # by job
@@ -69,15 +70,15 @@ class Answers(ABC):
     # The format
 
     @abstractmethod
-    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+    def choice(self, answer: GrowingAnswer, logprobs: Json | None) -> Json:
         """A complete answer."""
 
     @abstractmethod
-    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+    def delta(self, answer: GrowingAnswer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
         """The new part of an answer, for one chunk of a stream."""
 
     @abstractmethod
-    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
+    def logprobs(self, answer: GrowingAnswer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
         """Log-probabilities of an answer's tokens. text_offset: where the first of them starts in the answer's text.
 
         is_first: the tokens are the answer's first, so those of an echoed prompt come before them.
@@ -131,7 +132,7 @@ class Answers(ABC):
             chunk = {**chunk, "usage": self.usage}
         return b"data: " + event_data(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
-    def answer_of(self, job: int, update: Update) -> Answer:
+    def answer_of(self, job: int, update: Update) -> GrowingAnswer:
         return self.answers[job * self._per_job + update.index]
 
     def size_of_echo(self, job: int, update: Update) -> int:
@@ -196,7 +197,7 @@ class Answers(ABC):
 class ChatAnswers(Answers):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+    def choice(self, answer: GrowingAnswer, logprobs: Json | None) -> Json:
         message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -204,7 +205,7 @@ class ChatAnswers(Answers):
             message["tool_calls"] = answer.calls
         return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+    def delta(self, answer: GrowingAnswer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
         delta: Json = {}
         calls: dict[int, Json] = {}  # one entry each: some clients read only the first of a chunk
         for piece in pieces:
@@ -226,7 +227,7 @@ class ChatAnswers(Answers):
         rest = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([{"index": answer.index, **rest} for answer in self.answers])]
 
-    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
+    def logprobs(self, answer: GrowingAnswer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
         return {
             "content": [
                 {
@@ -250,14 +251,14 @@ class ChatAnswers(Answers):
 class TextAnswers(Answers):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+    def choice(self, answer: GrowingAnswer, logprobs: Json | None) -> Json:
         return {"index": answer.index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+    def delta(self, answer: GrowingAnswer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
+    def logprobs(self, answer: GrowingAnswer, tokens: Sequence[TokenLogprob], text_offset: int, is_first: bool) -> Json:
         if not self._echoed:
             return self._spelt(tokens, text_offset)
         number = answer.index // self._per_job
@@ -293,7 +294,7 @@ def _new_call(start: CallStart) -> Json:
     return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": ""}}
 
 
-class Answer:
+class GrowingAnswer:
     """One answer: its text, reasoning and tool calls so far, and its rounds if the request asks for them."""
 
     def __init__(

@@ -90,31 +90,31 @@ def make_app(
         found.check_ready()
         return found
 
-    @app.post("/v1/chat/completions", responses=openapi.streamable(openapi.ChatCompletion, "a chat.completion.chunk"))
+    @app.post("/v1/chat/completions", responses=openapi.streamable("a chat.completion.chunk"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body, request)
 
-    @app.post("/v1/completions", responses=openapi.streamable(openapi.Completion, "a text_completion"))
+    @app.post("/v1/completions", responses=openapi.streamable("a text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
 
-    @app.post("/v1/responses", responses=openapi.streamable(openapi.ModelResponse, "an event of its type"))
+    @app.post("/v1/responses", responses=openapi.streamable("an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body.as_chat(), request, functools.partial(ResponseAnswers, body))
 
     errors, limit = openapi.errors, engine.target.max_positions
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graft", "max_model_len": limit}
 
-    @app.get("/v1/models", response_model=openapi.ModelList, responses=errors(401))
+    @app.get("/v1/models", responses=errors(401))
     async def models() -> Json:
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model:path}", response_model=openapi.ModelCard, responses=errors(401, 404))
+    @app.get("/v1/models/{model:path}", responses=errors(401, 404))
     async def model(model: str, request: Request) -> Json:
         request.app.state.serving.check_model(model)
         return card
 
-    @app.post("/tokenize", response_model=openapi.Tokens, responses=errors())
+    @app.post("/tokenize", responses=errors())
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
@@ -125,7 +125,7 @@ def make_app(
             ids = await here.encode(body.prompt, "prompt", adds) if body.prompt else []
         return {"tokens": ids, "count": len(ids), "max_model_len": limit}
 
-    @app.post("/detokenize", response_model=openapi.Detokenized, responses=errors())
+    @app.post("/detokenize", responses=errors())
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
@@ -134,20 +134,20 @@ def make_app(
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
         return {"prompt": text}
 
-    @app.get("/health", response_model=openapi.Health, responses=openapi.not_ready)
+    @app.get("/health", responses=errors(503))
     async def health(request: Request) -> Json:
         serving(request)
         facts = engine.target.describe()
         steps = facts["steps"].partition(":")[0]  # a reason there may be a driver's words; it is in the log
         return {"status": "ok", "weights": facts["weights"], "steps": steps, "not_fused": facts.get("not fused")}
 
-    @app.get("/live", response_model=openapi.Live, responses=errors(503))
+    @app.get("/live", responses=errors(503))
     async def live(request: Request) -> Json:
         here: Serving = request.app.state.serving
         here.check_alive()
         return {"status": here.status}
 
-    @app.get("/version", response_model=openapi.Version)
+    @app.get("/version")
     async def version() -> Json:
         return {"version": __version__}
 

@@ -16,10 +16,9 @@ ROOT = 0  # source of the root; proposers are numbered from 1
 
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Parents, probabilities, sources and score buckets of trees with one path each. Read-only."""
+    """Parents, probabilities and sources of trees with one path each. Read-only."""
     parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape).contiguous()
-    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
-    return parents, torch.ones(shape, device=device), zeros, zeros
+    return parents, torch.ones(shape, device=device), torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 _of_host_chains = lru_cache(maxsize=64)(_of_chains)  # host only: a CUDA graph must not read an evicted entry
@@ -32,13 +31,10 @@ class DraftTree:
     Invariants: a node comes after its parent, the root is its own parent, and a row's padding comes last.
     """
 
-    max_depth: int  # no node is deeper
-
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64
     probabilities: Tensor  # [B, N] float, P(the target accepts the node | it accepted the parent)
     sources: Tensor  # [B, N] int64, who proposed the node
-    score_bucket: Tensor  # [B, N] int64, the proposer's score bucket, to which the calibrated probability belongs
 
     @classmethod
     def roots(cls, tokens: Tensor) -> DraftTree:
@@ -49,7 +45,7 @@ class DraftTree:
     def chain(cls, tokens: Tensor) -> DraftTree:
         """Trees with one path each: tokens [B, N], the first being the root."""
         rest = _of_host_chains if tokens.device.type == "cpu" else _of_chains
-        return cls(tokens.shape[1] - 1, tokens, *rest(tokens.shape, tokens.device))
+        return cls(tokens, *rest(tokens.shape, tokens.device))
 
     @property
     def valid(self) -> Tensor:
@@ -82,13 +78,6 @@ class DraftTree:
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
-
-    def first(self, width: int) -> DraftTree:
-        """The first `width` nodes of each tree."""
-        if width >= self.width:
-            return self
-        columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
-        return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:

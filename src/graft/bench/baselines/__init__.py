@@ -1,4 +1,4 @@
-"""Baselines and ablations: the policies that Graft is compared with. Importing this package registers them by name.
+"""Baselines and ablations: the policies that Graft is compared with. Importing this package adds them to `POLICIES`.
 
 `dense` and `prune` are an EAGLE-3 tree without and with gates. `paper` is the published way to graft on it. `block` and
 `block-paper` do the same for a chain. An ablation, `graft-without-...`, is `graft` with one part left out.
@@ -11,7 +11,7 @@ from graft.bench.baselines.ablations import ABLATIONS
 from graft.bench.baselines.block import Block, BlockPaper
 from graft.bench.baselines.dense import Dense, DenseWithNoise, Prune
 from graft.bench.baselines.paper import Paper, PaperWithNoise
-from graft.spec_decode.policies import Policy, register_policy
+from graft.spec_decode.policies import POLICIES, Policy
 
 BASELINES: dict[str, type[Policy]] = {
     "dense": Dense,
@@ -22,7 +22,6 @@ BASELINES: dict[str, type[Policy]] = {
     "block": Block,
     "block-paper": BlockPaper,
 }
-for _name, _policy in (BASELINES | ABLATIONS).items():
-    register_policy(_name, _policy)
+POLICIES.update(BASELINES | ABLATIONS)
 
 __all__ = ["ABLATIONS", "BASELINES"]

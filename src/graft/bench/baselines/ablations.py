@@ -11,36 +11,6 @@ from graft.spec_decode.sources import TABLES
 from graft.tree.device.fixed import FixedTree, Split
 
 
-class WithoutSuffix(Graft):
-    """`graft` without suffix lookup: no copies of the text itself or of finished texts."""
-
-    copies = False
-
-
-class WithoutPast(Graft):
-    """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
-
-    past = False
-
-
-class WithoutRecall(Graft):
-    """`graft` without any table of the target's top-k tokens."""
-
-    tables = ()
-
-
-class WithoutNgrams(Graft):
-    """`graft` without 2- and 3-gram tables, but with the adjacency matrix."""
-
-    tables = TABLES[2:]
-
-
-class WithoutAdjacency(Graft):
-    """`graft` without the adjacency matrix, but with 2- and 3-gram tables."""
-
-    tables = TABLES[:2]
-
-
 class WithoutCalibration(Graft):
     """`graft` without calibration: acceptance probabilities stay at their priors."""
 
@@ -66,26 +36,22 @@ class WithoutMerging(Graft):
         self.fixed = FixedTree(splits=(Split(settings.budget or MAX_BUDGET, ALL_DEPTHS),))
 
 
-class WithoutEightBits(Graft):
-    """`graft` whose draft head has weights of 16 bits on a GPU too. `runs` makes its drafter."""
+def _with(**choices: object) -> type[Policy]:
+    """`graft` with other choices of its class."""
+    return type("Ablated", (Graft,), choices)
 
 
-class WithoutNoise(Graft):
-    """`graft` that does not know the noise of coming draws: sampled rows are drafted by probability alone."""
-
-    knows_draws = False
-
-
-_PARTS = {
-    "suffix": WithoutSuffix,
-    "past": WithoutPast,
-    "ngrams": WithoutNgrams,
-    "adjacency": WithoutAdjacency,
-    "recall": WithoutRecall,
+EIGHT_BITS = f"{DEFAULT_POLICY}-without-8-bits"
+_PARTS: dict[str, type[Policy]] = {
+    "suffix": _with(copies=False),  # neither of the text itself nor of finished texts
+    "past": _with(past=False),  # copies of the text itself only
+    "ngrams": _with(tables=TABLES[2:]),
+    "adjacency": _with(tables=TABLES[:2]),
+    "recall": _with(tables=()),  # no table of the target's likeliest tokens
     "calibration": WithoutCalibration,
     "pruning": WithoutPruning,
     "merging": WithoutMerging,
-    "noise": WithoutNoise,
-    "8-bits": WithoutEightBits,
+    "noise": _with(knows_draws=False),  # sampled rows are drafted by probability alone
+    "8-bits": Graft,  # `runs` makes its drafter, whose head has weights of 16 bits on a GPU too
 }
 ABLATIONS: dict[str, type[Policy]] = {f"{DEFAULT_POLICY}-without-{part}": kind for part, kind in _PARTS.items()}

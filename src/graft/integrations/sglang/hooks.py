@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
@@ -18,31 +18,17 @@ from torch import Tensor
 from graft.integrations.sglang import release
 from graft.integrations.sglang.fallback import Attempt
 
+if TYPE_CHECKING:
+    from graft.integrations.sglang.worker import GraftDraftWorker
+
 _FULL_MASK = 0  # SGLang's number of the mask layout that covers the texts too
-
-
-class Worker(Protocol):
-    """The part of `worker.GraftDraftWorker` that hooks use."""
-
-    has_tree: bool  # whether this round's trees are Graft's
-    is_sound: bool  # whether nothing has failed in this round
-
-    def build(self, lengths: Tensor, roots: Tensor, mask: Tensor | None, *layout: Any) -> Any: ...
-
-    def likeliest(self, logits: Tensor, topk: int, ends: Tensor, depth: int) -> tuple[Tensor, Tensor]: ...
-
-    def choose(self, batch: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor: ...
-
-    def rank_successors(self, logits: Tensor) -> None: ...
-
-    def learn(self, chosen: Tensor) -> None: ...
 
 
 @dataclass
 class Drafting:
     """The worker that drafts, and the place in the texts that it drafts for."""
 
-    worker: Worker
+    worker: "GraftDraftWorker"
     ends: Tensor | None = None  # [B] tokens of the texts, with their roots; None: no logits are ranked
     depth: int = 0  # depth of the tokens that the next logits predict; 1 follows the root
 
@@ -113,7 +99,7 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, *a
 
     `_walk` chooses the tokens that SGLang compares with the tree's.
     """
-    worker: Worker | None = getattr(verify_input, "graft_worker", None)
+    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, *args, **kwargs)
     logits = logits_output.next_token_logits

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -119,6 +119,18 @@ class Plan:
     num_strips: Tensor  # [1] int32
 
 
+class Step(NamedTuple):
+    """What the plan's kernel takes of a `Layout` as one argument."""
+
+    rows: Tensor
+    starts: Tensor
+    counts: Tensor
+    lengths: Tensor
+    places: Tensor
+    depths: Tensor
+    numbers: Tensor  # of the tokens in their strips
+
+
 def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
     """Plan the prefix kernel's items (tile and split) and the tail kernel's strips, in pieces that fit into a tile.
 
@@ -131,8 +143,10 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
     num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
     chains = torch.empty_like(layout.counts)
     _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
-        *(layout.rows, layout.starts, layout.counts, layout.lengths, layout.places, layout.depths),
-        layout.rows if layout.strips is None else layout.strips,
+        Step(
+            *(layout.rows, layout.starts, layout.counts, layout.lengths, layout.places, layout.depths),
+            layout.rows if layout.strips is None else layout.strips,
+        ),
         *(items, num_items, chains, strips, num_strips),
         num_rows,
         num_tokens,
@@ -518,24 +532,22 @@ def _combine(
 
 @triton.jit
 def _is_chain(
-    starts: tl.tensor, counts: tl.tensor, places: tl.tensor, depths: tl.tensor, row: tl.tensor, real: tl.tensor
+    step: Step,
+    row: tl.tensor,
+    real: tl.tensor,
 ) -> tl.tensor:
     """1 for chains: rows whose other tokens are all ancestors of the last one, with places and depths 0, 1, 2, ..."""
-    count = tl.load(counts + row, mask=real, other=0)
-    last = tl.load(starts + row, mask=real, other=0) + count - 1
+    count = tl.load(step.counts + row, mask=real, other=0)
+    last = tl.load(step.starts + row, mask=real, other=0) + count - 1
     in_use = count > 0
-    place = tl.load(places + last, mask=in_use, other=-1)
-    depth = tl.load(depths + last, mask=in_use, other=-1)
+    place = tl.load(step.places + last, mask=in_use, other=-1)
+    depth = tl.load(step.depths + last, mask=in_use, other=-1)
     return (in_use & (place == count - 1) & (depth == count - 1)).to(tl.int32)
 
 
 @triton.jit
 def _tiles_and_splits(
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
+    step: Step,
     row: tl.tensor,
     real: tl.tensor,
     GROUP: tl.constexpr,
@@ -545,21 +557,17 @@ def _tiles_and_splits(
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """By row, the number of tiles and of prefix splits, which cover whole committed blocks or a whole chain."""
-    count = tl.load(counts + row, mask=real, other=0)
-    length = tl.load(lengths + row, mask=real, other=0)
+    count = tl.load(step.counts + row, mask=real, other=0)
+    length = tl.load(step.lengths + row, mask=real, other=0)
     end = length // BLOCK_N * BLOCK_N
     if TOKENS > 0:
-        end = tl.where(_is_chain(starts, counts, places, depths, row, real) > 0, length + count, end)
+        end = tl.where(_is_chain(step, row, real) > 0, length + count, end)
     return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 
 @triton.jit
 def _plan_row(
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
+    step: Step,
     items: tl.tensor,
     num_items: tl.tensor,
     chains: tl.tensor,
@@ -577,17 +585,13 @@ def _plan_row(
     before, total = 0, 0
     for start in range(0, num_rows, BLOCK):
         other = start + index
-        num_tiles, num_splits = _tiles_and_splits(
-            starts, counts, lengths, places, depths, other, other < num_rows, GROUP, TOKENS, USED, BLOCK_N, SPLITS
-        )
+        num_tiles, num_splits = _tiles_and_splits(step, other, other < num_rows, GROUP, TOKENS, USED, BLOCK_N, SPLITS)
         before += tl.sum(tl.where(other < row, num_tiles * num_splits, 0), axis=0)
         total += tl.sum(num_tiles * num_splits, axis=0)
     if row == 0:
         tl.store(num_items, total)
-    tl.store(chains + row, _is_chain(starts, counts, places, depths, row, row >= 0))
-    num_tiles, num_splits = _tiles_and_splits(
-        starts, counts, lengths, places, depths, row, row >= 0, GROUP, TOKENS, USED, BLOCK_N, SPLITS
-    )
+    tl.store(chains + row, _is_chain(step, row, row >= 0))
+    num_tiles, num_splits = _tiles_and_splits(step, row, row >= 0, GROUP, TOKENS, USED, BLOCK_N, SPLITS)
     for start in range(0, num_tiles * num_splits, BLOCK):
         item = start + index
         real = item < num_tiles * num_splits
@@ -600,13 +604,7 @@ def _plan_row(
 
 @triton.jit
 def _strips_of(
-    rows: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    numbers: tl.tensor,
+    step: Step,
     token: tl.tensor,
     num_tokens: int,
     HAS_STRIPS: tl.constexpr,
@@ -618,16 +616,16 @@ def _strips_of(
 
     The number of splits is 0 if no piece ends there, for padding, and if the prefix kernel does the whole row.
     """
-    row = tl.load(rows + token, mask=token < num_tokens, other=0)
-    in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
-    length = tl.load(lengths + row)
+    row = tl.load(step.rows + token, mask=token < num_tokens, other=0)
+    in_use = (token < num_tokens) & (token - tl.load(step.starts + row) < tl.load(step.counts + row))
+    length = tl.load(step.lengths + row)
     first = _split_of(length // BLOCK_N * BLOCK_N, SPLITS)
-    last = _split_of(length + tl.load(depths + token, mask=in_use, other=0), SPLITS)
+    last = _split_of(length + tl.load(step.depths + token, mask=in_use, other=0), SPLITS)
     size = tl.full(token.shape, 1, tl.int32)
     if TOKENS > 0:
-        in_use = in_use & (_is_chain(starts, counts, places, depths, row, in_use) == 0)
+        in_use = in_use & (_is_chain(step, row, in_use) == 0)
         if HAS_STRIPS:
-            number = tl.load(numbers + token, mask=in_use, other=1)
+            number = tl.load(step.numbers + token, mask=in_use, other=1)
             in_strip = tl.abs(number)  # counted from the strip's top
             in_use = in_use & ((number < 0) | (in_strip % TOKENS == 0))
             size = (in_strip - 1) % TOKENS + 1
@@ -636,13 +634,7 @@ def _strips_of(
 
 @triton.jit
 def _plan_strips(
-    rows: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    numbers: tl.tensor,
+    step: Step,
     strips: tl.tensor,
     num_strips: tl.tensor,
     first_token: int,
@@ -658,26 +650,10 @@ def _plan_strips(
     before = 0
     for start in range(0, first_token, BLOCK):
         token = start + index
-        row, size, first, count = _strips_of(
-            rows,
-            starts,
-            counts,
-            lengths,
-            places,
-            depths,
-            numbers,
-            token,
-            num_tokens,
-            HAS_STRIPS,
-            TOKENS,
-            BLOCK_N,
-            SPLITS,
-        )
+        row, size, first, count = _strips_of(step, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
         before += tl.sum(count, axis=0)
     token = first_token + index
-    row, size, first, count = _strips_of(
-        rows, starts, counts, lengths, places, depths, numbers, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS
-    )
+    row, size, first, count = _strips_of(step, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
     at = strips + (before + tl.cumsum(count, axis=0) - count) * 4
     for number in range(tl.max(count, axis=0)):
         real = number < count
@@ -691,13 +667,7 @@ def _plan_strips(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _plan_kernel(
-    rows: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    lengths: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    numbers: tl.tensor,  # of the tokens in their strips
+    step: Step,
     items: tl.tensor,
     num_items: tl.tensor,
     chains: tl.tensor,
@@ -719,42 +689,10 @@ def _plan_kernel(
         return
     row = tl.program_id(0)
     if row < num_rows:
-        _plan_row(
-            starts,
-            counts,
-            lengths,
-            places,
-            depths,
-            items,
-            num_items,
-            chains,
-            row,
-            num_rows,
-            GROUP,
-            TOKENS,
-            USED,
-            BLOCK_N,
-            SPLITS,
-            BLOCK,
-        )
+        _plan_row(step, items, num_items, chains, row, num_rows, GROUP, TOKENS, USED, BLOCK_N, SPLITS, BLOCK)
     else:
         _plan_strips(
-            rows,
-            starts,
-            counts,
-            lengths,
-            places,
-            depths,
-            numbers,
-            strips,
-            num_strips,
-            (row - num_rows) * BLOCK,
-            num_tokens,
-            HAS_STRIPS,
-            TOKENS,
-            BLOCK_N,
-            SPLITS,
-            BLOCK,
+            step, strips, num_strips, (row - num_rows) * BLOCK, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS, BLOCK
         )
 
 

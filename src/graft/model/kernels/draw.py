@@ -34,6 +34,7 @@ from graft.model.kernels.scores import (
     MANTISSA_SHIFT,
     NO_TOKEN,
     NUM_BINS,
+    Given,
     best_of,
     bins_of,
     halvings_of,
@@ -90,7 +91,7 @@ def draw(
     num_chunks, num_wide = triton.cdiv(vocab_size, _CHUNK), triton.cdiv(vocab_size, _WIDE_CHUNK)
     scores = logits.new_empty(num_tokens, num_chunks, dtype=torch.float64)
     found = logits.new_empty(num_tokens, num_chunks, dtype=torch.int32)
-    inputs = (
+    given = Given(
         *(logits, logits.stride(0), logits if bias is None else bias, rows, depths, seeds, positions),
         *(temperatures, top_k, top_p, min_p, len(seeds), vocab_size),
     )
@@ -99,7 +100,7 @@ def draw(
     histogram = logits.new_empty(num_tokens, num_bins, dtype=torch.int64)
     counters = logits.new_empty(num_tokens, 2, dtype=torch.int32)
     _chunk_kernel[(num_tokens, num_chunks)](
-        *inputs,
+        given,
         *(scores, found, histogram, counters),
         HAS_BIAS=has_bias,
         TRUNCATES=truncates,
@@ -115,7 +116,7 @@ def draw(
     ranges = logits.new_empty(num_tokens, 6, dtype=torch.int64)
     for is_second in (False, True):
         _histogram_kernel[(num_tokens, num_wide)](
-            *inputs,
+            given,
             *(scores, found, num_chunks, histogram, counters, highest, ranges, out),
             HAS_BIAS=has_bias,
             CHUNKS=all_chunks,
@@ -126,7 +127,7 @@ def draw(
         )
     collected = logits.new_empty(num_tokens, _ROOM, dtype=torch.int64)
     _collect_kernel[(num_tokens, num_wide)](
-        *inputs,
+        given,
         *(scores, found, counters, highest, ranges, collected),
         HAS_BIAS=has_bias,
         ROOM=_ROOM,
@@ -134,7 +135,7 @@ def draw(
         num_warps=8,
     )
     _cut_kernel[(num_tokens,)](
-        *inputs,
+        given,
         *(scores, found, num_wide, counters, highest, ranges, collected, out),
         HAS_BIAS=has_bias,
         CHUNKS=triton.next_power_of_2(num_wide),
@@ -149,19 +150,7 @@ def draw(
 
 @triton.jit
 def _chunk_kernel(
-    logits: tl.tensor,
-    token_stride: tl.int64,
-    bias: tl.tensor,
-    rows: tl.tensor,
-    depths: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    temperatures: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    num_rows: int,
-    vocab_size: int,
+    given: Given,
     scores: tl.tensor,
     found: tl.tensor,
     histogram: tl.tensor,
@@ -173,14 +162,14 @@ def _chunk_kernel(
 ) -> None:
     """Choose from one chunk, or find its highest logit if the row truncates. Clears what the next kernels add to."""
     token, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + token)
-    if (row < 0) | (row >= num_rows):
+    row = tl.load(given.rows + token)
+    if (row < 0) | (row >= given.num_rows):
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-    temperature = tl.load(temperatures + row)
+    x = load_logits(given, token, row, ids, HAS_BIAS)
+    temperature = tl.load(given.temperatures + row)
     place = token * tl.num_programs(1) + chunk
-    if is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size) & TRUNCATES:
+    if is_truncated(given, row) & TRUNCATES:
         tl.store(scores + place, tl.max(x, axis=0).to(tl.float64))
         bins = chunk * CLEARED + tl.arange(0, CLEARED)
         tl.store(histogram + token * NUM_BINS + bins, tl.zeros([CLEARED], tl.int64), mask=bins < NUM_BINS)
@@ -190,8 +179,8 @@ def _chunk_kernel(
     else:
         score = x.to(tl.float64)
         if temperature > 0:
-            score = with_noise(scaled_by(x, temperature), ids, key_of(token, row, depths, seeds, positions))
-        value, choice = best_of(tl.where(ids < vocab_size, score, -INFINITY), ids)
+            score = with_noise(scaled_by(x, temperature), ids, key_of(given, token, row))
+        value, choice = best_of(tl.where(ids < given.vocab_size, score, -INFINITY), ids)
         tl.store(scores + place, value)
         tl.store(found + place, choice)
 
@@ -230,19 +219,7 @@ def _choose_among_chunks(
 
 @triton.jit
 def _histogram_kernel(
-    logits: tl.tensor,
-    token_stride: tl.int64,
-    bias: tl.tensor,
-    rows: tl.tensor,
-    depths: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    temperatures: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    num_rows: int,
-    vocab_size: int,
+    given: Given,
     scores: tl.tensor,
     found: tl.tensor,
     num_chunks: int,
@@ -262,23 +239,23 @@ def _histogram_kernel(
     IS_SECOND: add far tokens, each to its bin, if the first launch found the cut among too many of them.
     """
     token, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + token)
-    if (row < 0) | (row >= num_rows):
+    row = tl.load(given.rows + token)
+    if (row < 0) | (row >= given.num_rows):
         return
-    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(given, row):
         if (chunk == 0) & (not IS_SECOND):
             _choose_among_chunks(scores, found, token, num_chunks, out, CHUNKS)
         return
     if IS_SECOND and tl.load(ranges + token * 6) != _TOO_MANY_FAR:
         return
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(given.temperatures + row)
     each = tl.arange(0, CHUNKS)
     highest = tl.load(scores + token * num_chunks + each, mask=each < num_chunks, other=-INFINITY)
     highest = scaled_by(tl.max(highest, axis=0).to(tl.float32), temperature)
 
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = ids < vocab_size
-    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+    inside = ids < given.vocab_size
+    x = load_logits(given, token, row, ids, HAS_BIAS)
     halvings = halvings_of(scaled_by(x, temperature), highest)
     bins = bins_of(halvings)
     # Right shifts of the mantissa, which lose low bits, happen here; left shifts when the histogram is read.
@@ -293,8 +270,8 @@ def _histogram_kernel(
     tl.debug_barrier()  # all threads' additions precede this one
     if tl.atomic_add(counters + token * 2, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(highest_scores + token, highest)
-        k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-        _find_range(own, k, p, least, counters + token * 2, ranges + token * 6, vocab_size, ROOM, IS_SECOND)
+        k, p, least = tl.load(given.top_k + row), tl.load(given.top_p + row), tl.load(given.min_p + row)
+        _find_range(own, k, p, least, counters + token * 2, ranges + token * 6, given.vocab_size, ROOM, IS_SECOND)
 
 
 @triton.jit
@@ -365,19 +342,7 @@ def _find_range(
 
 @triton.jit
 def _collect_kernel(
-    logits: tl.tensor,
-    token_stride: tl.int64,
-    bias: tl.tensor,
-    rows: tl.tensor,
-    depths: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    temperatures: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    num_rows: int,
-    vocab_size: int,
+    given: Given,
     scores: tl.tensor,
     found: tl.tensor,
     counters: tl.tensor,
@@ -390,26 +355,26 @@ def _collect_kernel(
 ) -> None:
     """Draw among the tokens of one chunk that are certainly kept, and collect those in the range of the cut."""
     token, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + token)
-    if (row < 0) | (row >= num_rows):
+    row = tl.load(given.rows + token)
+    if (row < 0) | (row >= given.num_rows):
         return
-    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(given, row):
         return
     own = ranges + token * 6
     first, last = tl.load(own).to(tl.int32), tl.load(own + 1).to(tl.int32)
     if first < 0:
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = ids < vocab_size
-    x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
-    score = scaled_by(x, tl.load(temperatures + row))
+    inside = ids < given.vocab_size
+    x = load_logits(given, token, row, ids, HAS_BIAS)
+    score = scaled_by(x, tl.load(given.temperatures + row))
     halvings = halvings_of(score, tl.load(highest_scores + token))
     bins = bins_of(halvings)
     is_kept = inside & (bins < first)
     place = token * tl.num_programs(1) + chunk
     if tl.max(is_kept.to(tl.int32), axis=0) > 0:
-        is_kept = is_kept & is_likely(weights_of(halvings), tl.load(min_p + row))
-        drawn = with_noise(score, ids, key_of(token, row, depths, seeds, positions))
+        is_kept = is_kept & is_likely(weights_of(halvings), tl.load(given.min_p + row))
+        drawn = with_noise(score, ids, key_of(given, token, row))
         value, choice = best_of(tl.where(is_kept, drawn, -INFINITY), ids)
         tl.store(scores + place, value)
         tl.store(found + place, choice)
@@ -428,19 +393,7 @@ def _collect_kernel(
 
 @triton.jit
 def _cut_kernel(
-    logits: tl.tensor,
-    token_stride: tl.int64,
-    bias: tl.tensor,
-    rows: tl.tensor,
-    depths: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    temperatures: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    num_rows: int,
-    vocab_size: int,
+    given: Given,
     scores: tl.tensor,
     found: tl.tensor,
     num_chunks: int,
@@ -456,18 +409,17 @@ def _cut_kernel(
 ) -> None:
     """Find the cut of one token, draw among its collected tokens, and take the best of all draws."""
     token = tl.program_id(0)
-    row = tl.load(rows + token)
-    if (row < 0) | (row >= num_rows):
+    row = tl.load(given.rows + token)
+    if (row < 0) | (row >= given.num_rows):
         return
-    if not is_truncated(row, temperatures, top_k, top_p, min_p, vocab_size):
+    if not is_truncated(given, row):
         return
-    temperature, highest = tl.load(temperatures + row), tl.load(highest_scores + token)
-    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    key = key_of(token, row, depths, seeds, positions)
+    temperature, highest = tl.load(given.temperatures + row), tl.load(highest_scores + token)
+    k, p, least = tl.load(given.top_k + row), tl.load(given.top_p + row), tl.load(given.min_p + row)
+    key = key_of(given, token, row)
     own = ranges + token * 6
     if tl.load(own) < 0:
-        inputs = (logits, token_stride, bias, token, row, temperature, highest, vocab_size)
-        _draw_row(inputs, key, k, p, least, out, HAS_BIAS, CHUNK)
+        _draw_row(given, token, row, temperature, highest, key, k, p, least, out, HAS_BIAS, CHUNK)
         return
     number = tl.load(counters + token * 2 + 1)
     at = tl.arange(0, ROOM)
@@ -477,7 +429,7 @@ def _cut_kernel(
     weight = tl.where(is_real, weights_of(halvings_of(score, highest)), 0)
     if tl.load(own + 5) > 0:
         before, weight_before, total = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)
-        lowest = _cut(order, weight, is_real, k, p, before, weight_before, total, vocab_size)
+        lowest = _cut(order, weight, is_real, k, p, before, weight_before, total, given.vocab_size)
         is_real = is_real & (order >= lowest)
     is_kept = is_real & is_likely(weight, least)
     value, choice = best_of(tl.where(is_kept, with_noise(score, ids, key), -INFINITY), ids)
@@ -526,7 +478,11 @@ def _last_of(order: tl.tensor, amount: tl.tensor, goal: tl.tensor, lowest: tl.te
 
 @triton.jit
 def _draw_row(
-    inputs: tl.tuple,
+    given: Given,
+    token: tl.tensor,
+    row: tl.tensor,
+    temperature: tl.tensor,
+    highest: tl.tensor,
     key: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
@@ -536,19 +492,20 @@ def _draw_row(
     CHUNK: tl.constexpr,
 ) -> None:
     """Draw one token in one program, which reads the logits about fifty times. Used when thousands share a bin."""
-    logits, token_stride, bias, token, row, temperature, highest, vocab_size = inputs
     lowest = tl.full([], -_BEYOND, tl.int64)
-    if (top_k > 0) & (top_k < vocab_size):
-        lowest = _last_of_row(inputs, top_k, lowest, True, HAS_BIAS, CHUNK)
+    if (top_k > 0) & (top_k < given.vocab_size):
+        lowest = _last_of_row(given, token, row, temperature, highest, top_k, lowest, True, HAS_BIAS, CHUNK)
     if top_p < 1:
-        total = _amount_from(inputs, lowest, False, HAS_BIAS, CHUNK)
-        lowest = _last_of_row(inputs, share_of(top_p, total), lowest, False, HAS_BIAS, CHUNK)
+        total = _amount_from(given, token, row, temperature, highest, lowest, False, HAS_BIAS, CHUNK)
+        lowest = _last_of_row(
+            given, token, row, temperature, highest, share_of(top_p, total), lowest, False, HAS_BIAS, CHUNK
+        )
     best, choice = tl.full([], -INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
-    for start in range(0, vocab_size, CHUNK):
+    for start in range(0, given.vocab_size, CHUNK):
         ids = start + tl.arange(0, CHUNK)
-        x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+        x = load_logits(given, token, row, ids, HAS_BIAS)
         score = scaled_by(x, temperature)
-        is_kept = (ids < vocab_size) & (order_of(score, ids) >= lowest)
+        is_kept = (ids < given.vocab_size) & (order_of(score, ids) >= lowest)
         is_kept = is_kept & is_likely(weights_of(halvings_of(score, highest)), min_p)
         if tl.max(is_kept.to(tl.int32), axis=0) > 0:
             value, found = best_of(tl.where(is_kept, with_noise(score, ids, key), -INFINITY), ids)
@@ -559,7 +516,11 @@ def _draw_row(
 
 @triton.jit
 def _last_of_row(
-    inputs: tl.tuple,
+    given: Given,
+    token: tl.tensor,
+    row: tl.tensor,
+    temperature: tl.tensor,
+    highest: tl.tensor,
     goal: tl.tensor,
     lowest: tl.tensor,
     BY_COUNT: tl.constexpr,
@@ -570,27 +531,30 @@ def _last_of_row(
     beyond = tl.full([], _BEYOND, tl.int64)
     while beyond - lowest > 1:
         middle = lowest + (beyond - lowest) // 2
-        is_reached = _amount_from(inputs, middle, BY_COUNT, HAS_BIAS, CHUNK) >= goal
+        is_reached = _amount_from(given, token, row, temperature, highest, middle, BY_COUNT, HAS_BIAS, CHUNK) >= goal
         lowest, beyond = tl.where(is_reached, middle, lowest), tl.where(is_reached, beyond, middle)
     return lowest
 
 
 @triton.jit
 def _amount_from(
-    inputs: tl.tuple,
+    given: Given,
+    token: tl.tensor,
+    row: tl.tensor,
+    temperature: tl.tensor,
+    highest: tl.tensor,
     lowest: tl.tensor,
     BY_COUNT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
     """The number or the weight of a row's tokens whose order is at least `lowest`."""
-    logits, token_stride, bias, token, row, temperature, highest, vocab_size = inputs
     total = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, vocab_size, CHUNK):
+    for start in range(0, given.vocab_size, CHUNK):
         ids = start + tl.arange(0, CHUNK)
-        x = load_logits(logits, token_stride, bias, token, row, ids, vocab_size, HAS_BIAS)
+        x = load_logits(given, token, row, ids, HAS_BIAS)
         score = scaled_by(x, temperature)
-        is_counted = (ids < vocab_size) & (order_of(score, ids) >= lowest)
+        is_counted = (ids < given.vocab_size) & (order_of(score, ids) >= lowest)
         if BY_COUNT:
             total += is_counted.to(tl.int64)
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from graft.model.sampler import EXP_BITS as SAMPLER_EXP_BITS
 from graft.model.sampler import EXP_TERMS, WEIGHT_BITS
@@ -35,31 +38,40 @@ _HALVINGS_OF_REACH = tl.constexpr(int(REACH.value * 2**26) * _HALVINGS_PER_UNIT.
 MANTISSA_SHIFT = tl.constexpr(WEIGHT_BITS - 26)
 
 
-@triton.jit
-def is_truncated(
-    row: tl.tensor, temperatures: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab_size: tl.tensor
-) -> tl.tensor:
-    k = tl.load(top_k + row)
-    is_cut = ((k > 0) & (k < vocab_size)) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-    return is_cut & (tl.load(temperatures + row) > 0)
+class Given(NamedTuple):
+    """A step's logits, its tokens' rows and the rows' settings, see `draw`: one argument of each kernel."""
+
+    logits: Tensor
+    token_stride: int
+    bias: Tensor
+    rows: Tensor
+    depths: Tensor
+    seeds: Tensor
+    positions: Tensor
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    num_rows: int
+    vocab_size: int
 
 
 @triton.jit
-def load_logits(
-    logits: tl.tensor,
-    token_stride: tl.tensor,
-    bias: tl.tensor,
-    token: tl.tensor,
-    row: tl.tensor,
-    ids: tl.tensor,
-    vocab_size: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:
+def is_truncated(given: Given, row: tl.tensor) -> tl.tensor:
+    k = tl.load(given.top_k + row)
+    is_cut = (k > 0) & (k < given.vocab_size)
+    is_cut = is_cut | (tl.load(given.top_p + row) < 1) | (tl.load(given.min_p + row) > 0)
+    return is_cut & (tl.load(given.temperatures + row) > 0)
+
+
+@triton.jit
+def load_logits(given: Given, token: tl.tensor, row: tl.tensor, ids: tl.tensor, HAS_BIAS: tl.constexpr) -> tl.tensor:
     """Logits of one token, as float32; minus infinity beyond the vocabulary."""
-    inside = ids < vocab_size
-    x = tl.load(logits + token * token_stride + ids, mask=inside, other=-INFINITY).to(tl.float32)
+    inside = ids < given.vocab_size
+    x = tl.load(given.logits + token.to(tl.int64) * given.token_stride + ids, mask=inside, other=-INFINITY)
+    x = x.to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias + row.to(tl.int64) * vocab_size + ids, mask=inside, other=0.0)
+        x += tl.load(given.bias + row.to(tl.int64) * given.vocab_size + ids, mask=inside, other=0.0)
     return x
 
 
@@ -69,10 +81,10 @@ def scaled_by(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def key_of(token: tl.tensor, row: tl.tensor, depths: tl.tensor, seeds: tl.tensor, positions: tl.tensor) -> tl.tensor:
+def key_of(given: Given, token: tl.tensor, row: tl.tensor) -> tl.tensor:
     """The key of the noise at one token."""
-    position = tl.load(positions + row) + tl.load(depths + token)
-    return mixed(mixed(tl.load(seeds + row).to(tl.uint64)) + position.to(tl.uint64))
+    position = tl.load(given.positions + row) + tl.load(given.depths + token)
+    return mixed(mixed(tl.load(given.seeds + row).to(tl.uint64)) + position.to(tl.uint64))
 
 
 @triton.jit

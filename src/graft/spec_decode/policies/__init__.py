@@ -1,7 +1,6 @@
 """Policies by name: they choose the tree of each round.
 
-Users choose between `off`, plain decoding, and `graft`. Baselines register themselves when `graft.bench.baselines` is
-imported.
+Users choose between `off`, plain decoding, and `graft`. Importing `graft.bench.baselines` adds more.
 """
 
 from __future__ import annotations
@@ -16,12 +15,6 @@ from graft.spec_decode.policy_settings import DEFAULT_POLICY, MAX_BUDGET, POLICY
 from graft.spec_decode.proposers.drafter import Drafter
 
 POLICIES: dict[str, type[Policy]] = dict(zip(POLICY_NAMES, (Off, Graft), strict=True))
-
-
-def register_policy(name: str, policy: type[Policy]) -> None:
-    """Add a policy to the names that `policy=` takes in this process."""
-    if POLICIES.setdefault(name, policy) is not policy:
-        raise ValueError(f"policy {name!r} is registered already")
 
 
 def make_policy(
@@ -57,5 +50,4 @@ __all__ = [
     "PolicySettings",
     "make_policy",
     "policy_with",
-    "register_policy",
 ]

@@ -193,8 +193,7 @@ class SmallModelDrafter(BeamDrafter):
         state, found = asked.state, []
         for group in _groups([tokens.shape[1]] * len(tokens)):
             own = tokens[group]
-            rest = torch.ones(own.shape), torch.zeros_like(own), torch.zeros_like(own)
-            tree = DraftTree(own.shape[1] - 1, own, parents[group], *rest)
+            tree = DraftTree(own, parents[group], torch.ones(own.shape), torch.zeros_like(own))
             cache = state.runner.cache_of([state.rows[number].own for number in group])
             verified = state.runner.verify(cache, tree, num_already_run=first)
             logits = self._logits(verified.logits, verified.index[:, first:])

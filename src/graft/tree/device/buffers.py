@@ -84,6 +84,11 @@ class Draws:
     # keyed. An empty list: so it is in all rows. Only on a CPU.
     times: list[Sequence[Tensor] | None] = field(default_factory=list)
 
+    @property
+    def barred_and_room(self) -> tuple[Tensor, int]:
+        """What the Triton kernels' `can_be_drawn` takes."""
+        return (self.kinds, 0) if self.barred is None else (self.barred, self.barred.shape[1])
+
 
 class Others(NamedTuple):
     """Texts that a row may copy besides its own. On a GPU, groups are not read."""
@@ -110,16 +115,31 @@ class DraftDraws(NamedTuple):
     num_passes: Tensor | None = None  # [S] int32 earlier draft passes of the round; each was one draw further
 
 
+class Nodes(NamedTuple):
+    """The columns [R, capacity] of a pool's candidates, which Triton's kernels take as one argument."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    needs: Tensor  # number of draft passes without which the node would not be proposed
+    sources: Tensor
+    buckets: Tensor  # of the proposer's score
+    agreement: Tensor
+    keys: Tensor  # int64 the hash of the node's path
+    paths: Tensor  # P(the target accepts the path); 0 is padding
+    capacity: int
+
+
 class Pool:
     """Memory for the candidates of up to `num_rows` rows, and constants that kernels read."""
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         numbers = torch.zeros(10, num_rows, capacity, dtype=torch.int32, device=device)
-        # Needs: number of draft passes without which the node would not be proposed. Buckets: of the proposer's score.
         self.tokens, self.parents, self.depths, self.needs, self.sources, self.buckets, self.agreement = numbers[:7]
-        self.keys = torch.zeros(num_rows, capacity, dtype=torch.int64, device=device)  # the hash of the node's path
-        self.paths = torch.zeros(num_rows, capacity, device=device)  # P(the target accepts the path); 0 is padding
+        self.keys = torch.zeros(num_rows, capacity, dtype=torch.int64, device=device)
+        self.paths = torch.zeros(num_rows, capacity, device=device)
+        self.nodes = Nodes._make([*numbers[:7], self.keys, self.paths, capacity])
         self.open = torch.zeros_like(self.paths)  # the same for nodes not looked up in the tables yet
         self.before = torch.zeros(2, num_rows, dtype=torch.int32, device=device)  # the two tokens before the root
         # Of a merge. By node: the likeliest copy of its path. By such a copy: whether several sources proposed it, and
@@ -148,6 +168,16 @@ class Texts:
         self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and ever dropped
 
 
+class TableRows(NamedTuple):
+    """What Triton's kernels take of `Tables` as one argument."""
+
+    entries: Tensor
+    tags: Tensor
+    starts: Tensor
+    row_bits: Tensor
+    factors: Tensor
+
+
 @dataclass(frozen=True)
 class Tables:
     """Successor tables of n-grams, the longest first, one after the other in the same tensors.
@@ -165,6 +195,10 @@ class Tables:
     learned: tuple[int, int]  # the first table that learns, and the one after the last; others stay empty
     bucket_starts: Tensor  # [NUM_BUCKETS] float64
     terms: Tensor  # int64, see `_TERMS`
+
+    @cached_property
+    def parts(self) -> TableRows:
+        return TableRows(self.entries, self.tags, self.starts, self.row_bits, self.factors)
 
     @classmethod
     def make(

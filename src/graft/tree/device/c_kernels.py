@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -102,20 +103,20 @@ def _at(column: Tensor, dtype: torch.dtype = torch.int32) -> int:
     return column.data_ptr()
 
 
-def _held(owner: Any, make: Any) -> Any:
-    """The structure of a shape, a tensor or an owner of tensors, made once: its memory never moves."""
-    held = vars(owner).get("_struct")
-    if held is None:
-        struct = make(owner)
-        held = vars(owner)["_struct"] = ctypes.byref(struct)
-    return held
+def _held(make: Callable[[Any], ctypes.Structure]) -> Callable[[Any], Any]:
+    """Make the structure of a shape, a tensor or an owner of tensors once: its memory never moves."""
+
+    def struct_of(owner: Any) -> Any:
+        held = vars(owner).get("_struct")
+        if held is None:
+            held = vars(owner)["_struct"] = ctypes.byref(make(owner))
+        return held
+
+    return struct_of
 
 
-def _pool(pool: Pool) -> Any:
-    return _held(pool, _new_pool)
-
-
-def _new_pool(pool: Pool) -> _PoolStruct:
+@_held
+def _pool(pool: Pool) -> _PoolStruct:
     columns = (pool.tokens, pool.parents, pool.depths, pool.needs, pool.sources, pool.buckets, pool.agreement)
     scratch = (pool.before, pool.kept, pool.is_agreed, pool.spoke)
     return _PoolStruct(
@@ -129,30 +130,21 @@ def _new_pool(pool: Pool) -> _PoolStruct:
     )
 
 
-def _shape(shape: PoolShape) -> Any:
-    return _held(shape, _new_shape)
-
-
-def _new_shape(shape: PoolShape) -> _ShapeStruct:
+@_held
+def _shape(shape: PoolShape) -> _ShapeStruct:
     places = (shape.first_level, shape.first_copy, shape.first_wave, shape.width)
     sizes = (shape.num_rows, shape.copy_nodes, shape.num_places, *places, shape.num_waves, shape.beam)
     return _ShapeStruct(*sizes)
 
 
-def _texts(texts: Texts) -> Any:
-    return _held(texts, _new_texts)
-
-
-def _new_texts(texts: Texts) -> _TextsStruct:
+@_held
+def _texts(texts: Texts) -> _TextsStruct:
     of_ring = (_at(texts.owners, torch.int64), _at(texts.past_end, torch.int64))
     return _TextsStruct(*map(_at, (texts.own, texts.lengths, texts.past)), *of_ring, *texts.own.shape, len(texts.past))
 
 
-def _tables(tables: Tables) -> Any:
-    return _held(tables, _new_tables)
-
-
-def _new_tables(tables: Tables) -> _TablesStruct:
+@_held
+def _tables(tables: Tables) -> _TablesStruct:
     long = torch.int64
     columns = (_at(tables.entries), _at(tables.tags, long), _at(tables.starts, long), _at(tables.row_bits))
     return _TablesStruct(*columns, _at(tables.factors, long), len(tables.entries), tables.isolated, *tables.learned)
@@ -160,7 +152,7 @@ def _new_tables(tables: Tables) -> _TablesStruct:
 
 def _draws(draws: Draws) -> Any:
     if not draws.times:
-        return _held(draws, _new_draws)
+        return _keyed_draws(draws)
     struct, times = _new_draws(draws), draws.times
     struct.num_depths = most = max(len(own or ()) for own in times)
     addresses, is_keyed = array("q"), array("q", [own is None for own in times])
@@ -179,14 +171,16 @@ def _new_draws(draws: Draws) -> _DrawsStruct:
     return _DrawsStruct(*columns, barred_numbers[0], None, None, barred_numbers[1], 0)
 
 
+_keyed_draws = _held(_new_draws)
 _NO_PROBS = ctypes.byref(_ProbsStruct())
 
 
 def _probs(probs: Tensor | None) -> Any:
-    return _NO_PROBS if probs is None else _held(probs, _new_probs)
+    return _NO_PROBS if probs is None else _given_probs(probs)
 
 
-def _new_probs(probs: Tensor) -> _ProbsStruct:
+@_held
+def _given_probs(probs: Tensor) -> _ProbsStruct:
     return _ProbsStruct(_at(probs, torch.float32), *probs.shape)
 
 
@@ -427,11 +421,12 @@ def spread(ids: Tensor, q: Tensor, to_target: Tensor | None, beams: Beams, level
     addresses = (_at(part) for part in level)
     _library().graft_spread(
         *(num_parents, min(keep, num_parents * topk), min(keep, topk * topk), _at(ids, long), _at(q, torch.float32)),
-        *(None if to_target is None else _at(to_target, long), _held(beams, _new_beams), *addresses),
+        *(None if to_target is None else _at(to_target, long), _beams(beams), *addresses),
     )
 
 
-def _new_beams(beams: Beams) -> _BeamsStruct:
+@_held
+def _beams(beams: Beams) -> _BeamsStruct:
     columns = (_at(part, torch.float32 if part is beams.paths else torch.int32) for part in vars(beams).values())
     return _BeamsStruct(*columns, *beams.entries.shape)
 

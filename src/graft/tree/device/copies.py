@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graft.tree.device.buffers import MAX_LENGTH, MAX_MATCH, MAX_OCCURRENCES, Draws, Others, Pool, PoolShape, Texts
 from graft.tree.device.noise import copied_bucket
-from graft.tree.device.pool import ALONE, barred_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
+from graft.tree.device.pool import ALONE, Nodes, can_be_drawn, key_of, path_of, prob_of, write_nodes
 
 _BLOCK = 1024  # tokens of text that one program scans
 _SPANS = tl.constexpr(16)  # MAX_OCCURRENCES, rounded up to a power of two
@@ -46,21 +46,13 @@ def lookup_bytes(num_rows: int, num_places: int, num_tokens: int) -> int:
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
     """Reset the pool to the roots: the last tokens of the texts at `table_rows` [R]. All other places are padding."""
     _begin_kernel[(shape.num_rows, triton.cdiv(shape.width, _BLOCK))](
-        pool.tokens,
-        pool.parents,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.buckets,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         pool.before,
         texts.own,
         texts.lengths,
         table_rows,
         texts.own.shape[1],
         pool.before.shape[1],
-        pool.capacity,
         BLOCK=_BLOCK,
     )
 
@@ -72,12 +64,10 @@ def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, ma
     max_depths: [R] int32; nodes this deep get no children.
     """
     _choose_places_kernel[(shape.num_rows,)](
-        pool.paths,
-        pool.depths,
+        pool.nodes,
         made,
         places,
         max_depths,
-        pool.capacity,
         shape.first_copy,
         NUM_PLACES=shape.num_places,
         PLACES=triton.next_power_of_2(shape.num_places),
@@ -108,8 +98,7 @@ def add_copies(
     own, past = (Found.make(num_rows, num_places, size, device) for size in (own_size, past_size))
     for found, size, is_past in ((own, own_size, False), (past, past_size, True)):
         _find_kernel[(triton.cdiv(size, _BLOCK), num_rows)](
-            pool.tokens,
-            pool.parents,
+            pool.nodes,
             pool.before,
             texts.past if is_past else texts.own,
             texts.owners,
@@ -120,7 +109,6 @@ def add_copies(
             places,
             found.counts,
             found.positions,
-            pool.capacity,
             texts.own.shape[1],
             len(texts.past) - 1,
             found.counts.shape[2],
@@ -130,14 +118,7 @@ def add_copies(
             BLOCK=_BLOCK,
         )
     _attach_kernel[(num_rows, num_places)](
-        pool.tokens,
-        pool.parents,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.buckets,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         texts.own,
         texts.past,
         texts.lengths,
@@ -152,10 +133,9 @@ def add_copies(
         max_depths,
         draws.kinds,
         draws.seeds,
-        *barred_of(draws),
+        *draws.barred_and_room,
         source,
         *acceptance_probs.shape[1:],
-        pool.capacity,
         first,
         texts.own.shape[1],
         len(texts.past) - 1,
@@ -174,52 +154,42 @@ def add_copies(
 
 @triton.jit
 def _begin_kernel(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     before: tl.tensor,
     texts: tl.tensor,
     lengths: tl.tensor,
     table_rows: tl.tensor,
     context: tl.int64,
     num_rows: int,
-    capacity: int,
     BLOCK: tl.constexpr,
 ) -> None:
     """A program is one block of a row."""
     row, block = tl.program_id(0), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    node = row.to(tl.int64) * capacity + place
-    tl.store(paths + node, tl.where(place == 0, 1.0, 0.0), mask=place < capacity)
+    node = row.to(tl.int64) * pool.capacity + place
+    tl.store(pool.paths + node, tl.where(place == 0, 1.0, 0.0), mask=place < pool.capacity)
     if block == 0:
         table_row = tl.load(table_rows + row)
         end = tl.load(lengths + table_row)
         text = texts + table_row.to(tl.int64) * context
-        root = row.to(tl.int64) * capacity
-        tl.store(tokens + root, tl.load(text + end - 1, mask=end > 0, other=0))
+        root = row.to(tl.int64) * pool.capacity
+        tl.store(pool.tokens + root, tl.load(text + end - 1, mask=end > 0, other=0))
         tl.store(before + row, tl.load(text + end - 2, mask=end > 1, other=-1))
         tl.store(before + num_rows + row, tl.load(text + end - 3, mask=end > 2, other=-1))
-        tl.store(parents + root, 0)
-        tl.store(depths + root, 0)
-        tl.store(needs + root, 0)
-        tl.store(sources + root, 0)
-        tl.store(buckets + root, 0)
-        tl.store(keys + root, tl.zeros([], tl.int64))
+        tl.store(pool.parents + root, 0)
+        tl.store(pool.depths + root, 0)
+        tl.store(pool.needs + root, 0)
+        tl.store(pool.sources + root, 0)
+        tl.store(pool.buckets + root, 0)
+        tl.store(pool.keys + root, tl.zeros([], tl.int64))
 
 
 @triton.jit
 def _choose_places_kernel(
-    paths: tl.tensor,
-    depths: tl.tensor,
+    pool: Nodes,
     made: tl.tensor,
     places: tl.tensor,
     max_depths: tl.tensor,
-    capacity: int,
     width: int,
     NUM_PLACES: tl.constexpr,
     PLACES: tl.constexpr,
@@ -230,14 +200,14 @@ def _choose_places_kernel(
     is_drafted = tl.load(made) != 0
     max_depth = tl.load(max_depths + row)
     place = tl.arange(0, BLOCK)
-    first = row.to(tl.int64) * capacity
-    path = tl.load(paths + first + place, mask=(place > 0) & (place < width), other=0.0)
+    first = row.to(tl.int64) * pool.capacity
+    path = tl.load(pool.paths + first + place, mask=(place > 0) & (place < width), other=0.0)
     count = 0
     for _ in range(NUM_PLACES):
         best = tl.max(path, axis=0)
         node = tl.min(tl.where(path == best, place, BLOCK), axis=0)  # among equals, the first
         path = tl.where(place == node, -1.0, path)
-        is_place = is_drafted & (best > 0) & (tl.load(depths + first + node) < max_depth)
+        is_place = is_drafted & (best > 0) & (tl.load(pool.depths + first + node) < max_depth)
         tl.store(places + row * NUM_PLACES + count, node, mask=is_place)
         count += is_place.to(tl.int32)
     rest = tl.arange(0, PLACES)
@@ -246,8 +216,7 @@ def _choose_places_kernel(
 
 @triton.jit
 def _find_kernel(
-    pool_tokens: tl.tensor,
-    pool_parents: tl.tensor,
+    pool: Nodes,
     before_roots: tl.tensor,
     texts: tl.tensor,
     text_owners: tl.tensor,
@@ -258,7 +227,6 @@ def _find_kernel(
     places: tl.tensor,
     counts: tl.tensor,
     positions: tl.tensor,
-    capacity: int,
     context: tl.int64,
     ring: tl.int64,
     num_blocks: int,
@@ -286,17 +254,17 @@ def _find_kernel(
         owner = 0
         token = tl.load(text + at, mask=is_text, other=-1)
         prior = tl.load(text + at - 1, mask=is_text, other=-1)
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     for number in range(num_places):
         node = tl.load(places + row * num_places + number)
         where = (row * num_places + number) * num_blocks + block
         count = 0
         if node >= 0:
-            wanted = tl.load(pool_tokens + first + node)
-            parent = tl.load(pool_parents + first + node)
+            wanted = tl.load(pool.tokens + first + node)
+            parent = tl.load(pool.parents + first + node)
             wanted_prior = tl.load(before_roots + row)
             if node > 0:
-                wanted_prior = tl.load(pool_tokens + first + parent)
+                wanted_prior = tl.load(pool.tokens + first + parent)
             is_match = is_text & (token == wanted) & (prior == wanted_prior) & (wanted_prior >= 0)
             if IS_PAST:
                 is_match = is_match & (tl.load(text_owners + (at & ring), mask=is_match, other=-1) == owner)
@@ -380,14 +348,7 @@ def _grouped(
 
 @triton.jit
 def _attach_kernel(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     own_texts: tl.tensor,
     past: tl.tensor,
     lengths: tl.tensor,
@@ -407,7 +368,6 @@ def _attach_kernel(
     source: int,
     num_sources: int,
     num_buckets: int,
-    capacity: int,
     first_copy: int,
     context: tl.int64,
     ring: tl.int64,
@@ -426,14 +386,13 @@ def _attach_kernel(
     node = tl.load(places + where)
     if node < 0:
         return
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     table_row = tl.load(table_rows + row)
     end = tl.load(lengths + table_row).to(tl.int64)
     text = own_texts + table_row.to(tl.int64) * context
     kind, seed = tl.load(kinds + row), tl.load(seeds + row)
-    acceptance_probs = probs_of_kind(acceptance_probs, kind, num_sources, num_buckets)
-    top = tl.load(depths + first + node)
-    need = tl.load(needs + first + node)
+    top = tl.load(pool.depths + first + node)
+    need = tl.load(pool.needs + first + node)
     limit = tl.minimum(MAX_LENGTH, tl.load(max_depths + row) - top)
 
     # The last tokens of the text and the path down to the node, in reverse order.
@@ -441,8 +400,8 @@ def _attach_kernel(
     suffix = tl.load(text + end - 1 - (back - top), mask=(back >= top) & (back - top < end), other=-2)
     above = node
     for step in range(tl.minimum(top, MAX_LENGTH)):
-        suffix = tl.where(back == step, tl.load(tokens + first + above), suffix)
-        above = tl.load(parents + first + above)
+        suffix = tl.where(back == step, tl.load(pool.tokens + first + above), suffix)
+        above = tl.load(pool.parents + first + above)
 
     own_at = _latest(own_counts, own_positions, where, own_blocks, MOST, OWN_BLOCKS)
     past_at = _latest(past_counts, past_positions, where, past_blocks, MOST, PAST_BLOCKS)
@@ -468,9 +427,9 @@ def _attach_kernel(
     own_members = nothing + tl.sum(own_active.to(tl.int32), axis=0)
     past_members = nothing + tl.sum(past_active.to(tl.int32), axis=0)
     own_node, past_node = nothing + node, nothing + node
-    own_path = tl.zeros([_SPANS], tl.float32) + tl.load(paths + first + node)
+    own_path = tl.zeros([_SPANS], tl.float32) + tl.load(pool.paths + first + node)
     past_path = own_path
-    own_key = tl.zeros([_SPANS], tl.int64) + tl.load(keys + first + node)
+    own_key = tl.zeros([_SPANS], tl.int64) + tl.load(pool.keys + first + node)
     past_key = own_key
     own_first = first_copy + number * 2 * NUM_NODES
     past_first = own_first + NUM_NODES
@@ -487,19 +446,11 @@ def _attach_kernel(
         made_at = own_first + num_own + rank
         bucket = _match_bucket(own_longest + step, size, own_members)
         bucket = copied_bucket(bucket, kind, seed, end + depth - 1, own_next)
-        prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, is_made)
+        prob = prob_of(acceptance_probs, kind, ALONE, source, bucket, num_sources, num_buckets, is_made)
         path = path_of(own_path, prob)
         path = tl.where(can_be_drawn(own_next, depth, barred, row, barred_room), path, 0.0)
         key = key_of(own_key, own_next, nothing + depth, factors, is_made)
-        at = first + made_at
-        tl.store(tokens + at, own_next, mask=is_made)
-        tl.store(parents + at, own_node, mask=is_made)
-        tl.store(depths + at, depth, mask=is_made)
-        tl.store(needs + at, need, mask=is_made)
-        tl.store(sources + at, source, mask=is_made)
-        tl.store(buckets + at, bucket, mask=is_made)
-        tl.store(keys + at, key, mask=is_made)
-        tl.store(paths + at, path, mask=is_made)
+        write_nodes(pool, first + made_at, own_next, own_node, depth, need, source, bucket, key, path, is_made)
 
         past_active, is_past_first, past_leader, past_size, past_rank = _grouped(
             past_active, past_next, past_branch, past_order
@@ -512,21 +463,15 @@ def _attach_kernel(
         is_new = is_past_made & (has_node == 0)
         past_bucket = _match_bucket(past_longest + step, past_size, past_members)
         past_bucket = copied_bucket(past_bucket, kind, seed, end + depth - 1, past_next)
-        past_prob = prob_of(acceptance_probs, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
+        past_prob = prob_of(acceptance_probs, kind, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
         new_path = path_of(past_path, past_prob)
         new_path = tl.where(can_be_drawn(past_next, depth, barred, row, barred_room), new_path, 0.0)
         new_key = key_of(past_key, past_next, nothing + depth, factors, is_new)
         is_earlier = is_new[None, :] & (past_rank[None, :] < past_rank[:, None])
         new_at = past_first + num_new + tl.sum(is_earlier.to(tl.int32), axis=1)
-        at = first + new_at
-        tl.store(tokens + at, past_next, mask=is_new)
-        tl.store(parents + at, past_node, mask=is_new)
-        tl.store(depths + at, depth, mask=is_new)
-        tl.store(needs + at, need, mask=is_new)
-        tl.store(sources + at, source + 1, mask=is_new)
-        tl.store(buckets + at, past_bucket, mask=is_new)
-        tl.store(keys + at, new_key, mask=is_new)
-        tl.store(paths + at, new_path, mask=is_new)
+        write_nodes(
+            pool, first + new_at, past_next, past_node, depth, need, source + 1, past_bucket, new_key, new_path, is_new
+        )
         new_at = tl.where(has_node, tl.sum(tl.where(is_known, made_at[None, :], 0), axis=1), new_at)
         new_path = tl.where(has_node, tl.sum(tl.where(is_known, path[None, :], 0.0), axis=1), new_path)
         new_key = tl.where(has_node, tl.sum(tl.where(is_known, key[None, :], 0), axis=1), new_key)

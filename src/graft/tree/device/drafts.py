@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.tree.device.buffers import NUM_BUCKETS, Draws, Pool, PoolShape
-from graft.tree.device.pool import ALONE, barred_of, bucket_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
+from graft.tree.device.pool import ALONE, Nodes, bucket_of, can_be_drawn, key_of, path_of, prob_of
 
 
 def add_level(
@@ -37,14 +37,7 @@ def add_level(
     """
     count = shape.levels[number]
     _add_level_kernel[(shape.num_rows,)](
-        pool.tokens,
-        pool.parents,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.buckets,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         tokens,
         parents,
         probabilities,
@@ -52,7 +45,7 @@ def add_level(
         pool.factors,
         pool.bucket_starts,
         draws.kinds,
-        *barred_of(draws),
+        *draws.barred_and_room,
         caps,
         thresholds,
         pool.reach,
@@ -61,7 +54,6 @@ def add_level(
         pool.arrived,
         source,
         *(acceptance_probs.shape[1:] if acceptance_probs is not None else (0, 0)),
-        pool.capacity,
         shape.level_start(number),
         shape.first_level,
         num_beams,
@@ -78,14 +70,7 @@ def add_level(
 
 @triton.jit
 def _add_level_kernel(
-    pool_tokens: tl.tensor,
-    pool_parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     tokens: tl.tensor,
     parents: tl.tensor,
     probabilities: tl.tensor,
@@ -104,7 +89,6 @@ def _add_level_kernel(
     source: int,
     num_sources: int,
     num_buckets: int,
-    capacity: int,
     level_start: int,
     first_level: int,
     num_beams: int,
@@ -125,32 +109,32 @@ def _add_level_kernel(
     token = tl.load(tokens + row * COUNT + place, mask=inside, other=0).to(tl.int32)
     number = tl.load(parents + row * COUNT + place, mask=inside, other=0).to(tl.int32)
     parent = tl.where(number > 0, first_level + number - 1, 0)
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     bucket = bucket_of(q, starts, NUM_BUCKETS)
     prob = q
     if IS_CALIBRATED:
-        acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
-        prob = prob_of(acceptance_probs, ALONE, source, bucket, num_sources, num_buckets, inside)
+        kind = tl.load(kinds + row)
+        prob = prob_of(acceptance_probs, kind, ALONE, source, bucket, num_sources, num_buckets, inside)
     prob = tl.where((q > 0) & (tl.load(caps + row) > 0), prob, 0.0)
     node = first + level_start + place
-    tl.store(pool_tokens + node, token, mask=inside)
-    tl.store(pool_parents + node, parent, mask=inside)
-    tl.store(needs + node, NUMBER + 1, mask=inside)
-    tl.store(sources + node, source, mask=inside)
-    tl.store(buckets + node, bucket, mask=inside)
+    tl.store(pool.tokens + node, token, mask=inside)
+    tl.store(pool.parents + node, parent, mask=inside)
+    tl.store(pool.needs + node, NUMBER + 1, mask=inside)
+    tl.store(pool.sources + node, source, mask=inside)
+    tl.store(pool.buckets + node, bucket, mask=inside)
     # A node needs its parent in the pool, so each iteration adds one more depth.
     num_before = level_start - first_level
     num_there = num_before
     path = tl.zeros([BLOCK], tl.float32)
     for _ in range(num_depths):
         is_next = inside & (number <= num_there)
-        depth = tl.load(depths + first + parent, mask=is_next, other=0) + 1
-        path = path_of(tl.load(paths + first + parent, mask=is_next, other=0.0), prob)
+        depth = tl.load(pool.depths + first + parent, mask=is_next, other=0) + 1
+        path = path_of(tl.load(pool.paths + first + parent, mask=is_next, other=0.0), prob)
         path = tl.where(can_be_drawn(token, depth, barred, row, barred_room), path, 0.0)
-        above = tl.load(keys + first + parent, mask=is_next, other=0)
-        tl.store(depths + node, depth, mask=is_next)
-        tl.store(keys + node, key_of(above, token, depth, factors, is_next), mask=is_next)
-        tl.store(paths + node, path, mask=is_next)
+        above = tl.load(pool.keys + first + parent, mask=is_next, other=0)
+        tl.store(pool.depths + node, depth, mask=is_next)
+        tl.store(pool.keys + node, key_of(above, token, depth, factors, is_next), mask=is_next)
+        tl.store(pool.paths + node, path, mask=is_next)
         num_there = num_before + tl.sum((is_next & (q > 0)).to(tl.int32), axis=0)
         tl.debug_barrier()
     # Summed one by one, as the C code does.

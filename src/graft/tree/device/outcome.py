@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, Tables, Texts
-from graft.tree.device.pool import bucket_of
-from graft.tree.device.tables import row_of
+from graft.tree.device.pool import Nodes, TableRows, bucket_of, row_of
 
 _BLOCK = 64  # nodes of a program of `learn`
 _COUNTED = 128  # nodes of a program of `count`
@@ -90,13 +89,7 @@ def count(
     A proposal is tried if its parent's path was emitted with a token after it. It fits if it is this token.
     """
     _count_kernel[(triton.cdiv(shape.width, _COUNTED), shape.num_rows)](
-        pool.tokens,
-        pool.depths,
-        pool.sources,
-        pool.buckets,
-        pool.agreement,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         pool.factors,
         counts,
         emitted,
@@ -104,7 +97,6 @@ def count(
         tried,
         fitted,
         *tried.shape[1:],
-        pool.capacity,
         shape.width,
         emitted.shape[1],
         BLOCK=_COUNTED,
@@ -135,11 +127,7 @@ def learn(
     size = len(step_tokens)
     first, end = tables.learned
     _learn_kernel[(triton.cdiv(size, _BLOCK), end - first)](
-        tables.entries,
-        tables.tags,
-        tables.starts,
-        tables.row_bits,
-        tables.factors,
+        tables.parts,
         step_tokens,
         step_parents,
         step_places,
@@ -247,13 +235,7 @@ def _line_up_kernel(
 
 @triton.jit
 def _count_kernel(
-    tokens: tl.tensor,
-    depths: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    agreement: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     factors: tl.tensor,
     counts: tl.tensor,
     emitted: tl.tensor,
@@ -262,27 +244,26 @@ def _count_kernel(
     fitted: tl.tensor,
     num_sources: int,
     num_buckets: int,
-    capacity: int,
     width: int,
     emitted_room: int,
     BLOCK: tl.constexpr,
 ) -> None:
     """A program is a block of a row's nodes."""
     block, row = tl.program_id(0), tl.program_id(1)
-    node = row.to(tl.int64) * capacity + block * BLOCK + tl.arange(0, BLOCK)
+    node = row.to(tl.int64) * pool.capacity + block * BLOCK + tl.arange(0, BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    is_node = tl.load(paths + node, mask=(place > 0) & (place < width), other=0.0) > 0
-    depth = tl.load(depths + node, mask=is_node, other=0)
+    is_node = tl.load(pool.paths + node, mask=(place > 0) & (place < width), other=0.0) > 0
+    depth = tl.load(pool.depths + node, mask=is_node, other=0)
     is_node = is_node & (depth <= tl.load(counts + row))
-    key = tl.load(keys + node, mask=is_node, other=0)
-    token = tl.load(tokens + node, mask=is_node, other=0)
+    key = tl.load(pool.keys + node, mask=is_node, other=0)
+    token = tl.load(pool.tokens + node, mask=is_node, other=0)
     above = key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_node, other=0)
     came = emitted + row * emitted_room + depth
     is_tried = is_node & (above == tl.load(came - 1, mask=is_node, other=0))
     is_fitted = is_tried & (key == tl.load(came, mask=is_node, other=0))
-    source = tl.load(sources + node, mask=is_tried, other=0)
-    bucket = tl.load(buckets + node, mask=is_tried, other=0)
-    agreed = tl.load(kinds + row) * 3 + tl.load(agreement + node, mask=is_tried, other=0)
+    source = tl.load(pool.sources + node, mask=is_tried, other=0)
+    bucket = tl.load(pool.buckets + node, mask=is_tried, other=0)
+    agreed = tl.load(kinds + row) * 3 + tl.load(pool.agreement + node, mask=is_tried, other=0)
     cell = (agreed * num_sources + source) * num_buckets + bucket
     tl.atomic_add(tried + cell, 1, mask=is_tried)
     tl.atomic_add(fitted + cell, 1, mask=is_fitted)
@@ -299,9 +280,7 @@ def _rows_of(
     starts: tl.tensor,
     before: tl.tensor,
     salts: tl.tensor,
-    table_starts: tl.tensor,
-    row_bits: tl.tensor,
-    factors: tl.tensor,
+    tables: TableRows,
     rows_room: int,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The table rows of the n-grams that end at tokens of a step, and their hashes. number: of the table."""
@@ -318,7 +297,7 @@ def _rows_of(
     last = tl.where(place > 0, above, before_root)
     second = tl.where(parent > 0, twice_above, tl.where(place > 0, before_root, earlier_root))
     salt = tl.load(salts + row, mask=is_node, other=0)
-    return row_of(number, token, last, second, salt, table_starts, row_bits, factors)
+    return row_of(number, token, last, second, salt, tables)
 
 
 # Steps with prompts have many numbers of tokens and rows: do not compile the kernel for each of them.
@@ -327,11 +306,7 @@ _BY_STEP = ["tokens", "parents", "places", "rows", "starts", "before", "salts", 
 
 @triton.jit(do_not_specialize=["rows_room", "num_rows", "size"], do_not_specialize_on_alignment=_BY_STEP)
 def _learn_kernel(
-    entries: tl.tensor,
-    tags: tl.tensor,
-    table_starts: tl.tensor,
-    row_bits: tl.tensor,
-    factors: tl.tensor,
+    tables: TableRows,
     tokens: tl.tensor,
     parents: tl.tensor,
     places: tl.tensor,
@@ -360,9 +335,7 @@ def _learn_kernel(
     if tl.sum(is_own.to(tl.int32), axis=0) == 0:
         return
     own_place = tl.load(places + own, mask=is_own, other=0)
-    found, tag = _rows_of(
-        number, own, is_own, tokens, parents, rows, starts, before, salts, table_starts, row_bits, factors, rows_room
-    )
+    found, tag = _rows_of(number, own, is_own, tokens, parents, rows, starts, before, salts, tables, rows_room)
     is_overwritten = tl.zeros([BLOCK], tl.int32)
     for start in range(0, size, BLOCK):
         other = start + tl.arange(0, BLOCK)
@@ -379,9 +352,7 @@ def _learn_kernel(
                 starts,
                 before,
                 salts,
-                table_starts,
-                row_bits,
-                factors,
+                tables,
                 rows_room,
             )
             other_place = tl.load(places + other, mask=is_other, other=0)
@@ -409,6 +380,6 @@ def _learn_kernel(
     weight = tl.where(x > -20.0, weight >> (halvings >> 30), 0)
     total = tl.sum(weight, axis=1)
     share = weight.to(tl.float64) / total.to(tl.float64)[:, None]
-    bucket = bucket_of(share, bucket_starts, NUM_BUCKETS)
-    tl.store(entries + found[:, None] * K + rank[None, :], token * NUM_BUCKETS + bucket, mask=is_written[:, None])
-    tl.store(tags + found, tag, mask=is_written)
+    entry = token * NUM_BUCKETS + bucket_of(share, bucket_starts, NUM_BUCKETS)
+    tl.store(tables.entries + found[:, None] * K + rank[None, :], entry, mask=is_written[:, None])
+    tl.store(tables.tags + found, tag, mask=is_written)

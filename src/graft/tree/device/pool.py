@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from graft.tree.device import buffers
-from graft.tree.device.buffers import Draws
+from graft.tree.device.buffers import Nodes, TableRows
 
 ALONE, OPPOSED, AGREED = map(tl.constexpr, (buffers.ALONE, buffers.OPPOSED, buffers.AGREED))
 _SURE = tl.constexpr(0.999)  # the highest acceptance probability, so that a node always ranks after its parent
@@ -26,11 +25,6 @@ def key_of(above: tl.tensor, token: tl.tensor, depth: tl.tensor, factors: tl.ten
     """The key of a node's path: its parent's key plus the token times the depth's hash factor."""
     factor = tl.load(factors + depth, mask=mask, other=0)
     return above + (token.to(tl.int64) + 1) * factor
-
-
-def barred_of(draws: Draws) -> tuple[Tensor, int]:
-    """The arguments `barred` and `room` of `can_be_drawn`."""
-    return (draws.kinds, 0) if draws.barred is None else (draws.barred, draws.barred.shape[1])
 
 
 @triton.jit
@@ -58,6 +52,7 @@ def bucket_of(probability: tl.tensor, starts: tl.tensor, NUM_BUCKETS: tl.constex
 @triton.jit
 def prob_of(
     acceptance_probs: tl.tensor,
+    kind: tl.tensor,
     agreement: tl.tensor,
     source: tl.tensor,
     bucket: tl.tensor,
@@ -65,11 +60,74 @@ def prob_of(
     num_buckets: int,
     mask: tl.tensor,
 ) -> tl.tensor:
-    """P(accepted | parent accepted) from the calibration table [agreements, sources, buckets] of the row's kind."""
-    return tl.load(acceptance_probs + (agreement * num_sources + source) * num_buckets + bucket, mask=mask, other=0.0)
+    """P(accepted | parent accepted) from the calibration table [kinds * agreements, sources, buckets]."""
+    cell = ((kind * 3 + agreement) * num_sources + source) * num_buckets + bucket
+    return tl.load(acceptance_probs + cell, mask=mask, other=0.0)
 
 
 @triton.jit
-def probs_of_kind(acceptance_probs: tl.tensor, kind: tl.tensor, num_sources: int, num_buckets: int) -> tl.tensor:
-    """The part [agreements, sources, buckets] of a calibration table for rows of this kind."""
-    return acceptance_probs + kind * (3 * num_sources * num_buckets)
+def write_nodes(
+    pool: Nodes,
+    at: tl.tensor,
+    token: tl.tensor,
+    parent: tl.tensor,
+    depth: tl.tensor,
+    need: tl.tensor,
+    source: tl.tensor,
+    bucket: tl.tensor,
+    key: tl.tensor,
+    path: tl.tensor,
+    mask: tl.tensor,
+) -> None:
+    """Write candidates, all but their agreement, which a merge computes."""
+    tl.store(pool.tokens + at, token, mask=mask)
+    tl.store(pool.parents + at, parent, mask=mask)
+    tl.store(pool.depths + at, depth, mask=mask)
+    tl.store(pool.needs + at, need, mask=mask)
+    tl.store(pool.sources + at, source, mask=mask)
+    tl.store(pool.buckets + at, bucket, mask=mask)
+    tl.store(pool.keys + at, key, mask=mask)
+    tl.store(pool.paths + at, path, mask=mask)
+
+
+@triton.jit
+def row_of(
+    number: tl.tensor,
+    token: tl.tensor,
+    before: tl.tensor,
+    earlier: tl.tensor,
+    salt: tl.tensor,
+    tables: TableRows,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rows of n-grams in a table, and their hashes. number: of the table; 0 is that of 3-grams."""
+    key = salt * tl.load(tables.factors + 3) + token.to(tl.int64) * tl.load(tables.factors)
+    key += tl.where(number < 2, before.to(tl.int64) * tl.load(tables.factors + 1), 0)
+    key += tl.where(number < 1, earlier.to(tl.int64) * tl.load(tables.factors + 2), 0)
+    bits = tl.load(tables.row_bits + number)
+    hashed = (key.to(tl.uint64, bitcast=True) >> (64 - tl.maximum(bits, 1)).to(tl.uint64)).to(tl.int64)
+    return tl.load(tables.starts + number) + tl.where(bits > 0, hashed, token.to(tl.int64)), key
+
+
+@triton.jit
+def look_up(
+    tables: TableRows,
+    number: tl.tensor,
+    token: tl.tensor,
+    before: tl.tensor,
+    earlier: tl.tensor,
+    salt: tl.tensor,
+    is_open: tl.tensor,
+    K: tl.constexpr,
+    IS_ISOLATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Whether a table knows n-grams, and their rows: under the text's own salt, or else under the shared one."""
+    known, rows = token != token, tl.zeros_like(token).to(tl.int64)
+    for turn in tl.static_range(2 if IS_ISOLATED else 1):
+        own_salt = salt if turn == 0 else salt * 0
+        found, tag = row_of(number, token, before, earlier, own_salt, tables)
+        its = tl.load(tables.tags + found, mask=is_open, other=0) == tag
+        is_its = its | (tl.load(tables.row_bits + number) == 0)
+        is_known = is_open & is_its & (tl.load(tables.entries + found * K, mask=is_open, other=-1) >= 0)
+        rows = tl.where(known | (is_known == 0), rows, found)
+        known = known | is_known
+    return known, rows

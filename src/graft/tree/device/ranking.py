@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.tree.device.buffers import Pool, PoolShape, Ranked, Texts
-from graft.tree.device.pool import AGREED, ALONE, OPPOSED, path_of, prob_of, probs_of_kind
+from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Nodes, path_of, prob_of
 
 _BLOCK = 16  # nodes of one program
 _OTHERS = 256  # nodes that they are compared with at once
@@ -29,31 +29,18 @@ def merge(
     AGREED: several sources propose the token. OPPOSED: one does, and the drafter proposes others there. Else ALONE.
     """
     _find_copies_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
-        pool.tokens,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         pool.kept,
         pool.is_agreed,
         pool.spoke,
-        pool.agreement,
         pool.factors,
         drafted,
-        pool.capacity,
         shape.width,
         BLOCK=_BLOCK,
         OTHERS=_OTHERS,
     )
     _weigh_kernel[(shape.num_rows,)](
-        pool.parents,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.buckets,
-        pool.agreement,
-        pool.paths,
+        pool.nodes,
         pool.kept,
         pool.is_agreed,
         pool.spoke,
@@ -61,7 +48,6 @@ def merge(
         kinds,
         drafted,
         *acceptance_probs.shape[1:],
-        pool.capacity,
         shape.width,
         BLOCK=triton.next_power_of_2(shape.width),
         num_warps=8,
@@ -104,47 +90,40 @@ def select(ranked: Ranked, caps: Tensor, total: Tensor) -> None:
 
 @triton.jit
 def _find_copies_kernel(
-    tokens: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     kept: tl.tensor,
     is_agreed: tl.tensor,
     spoke: tl.tensor,
-    new_needs: tl.tensor,
     factors: tl.tensor,
     drafted: int,
-    capacity: int,
     width: int,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
     """A program compares a block of nodes with all nodes of their row.
 
-    new_needs: written, by node: the fewest draft passes that any of its copies needs.
+    It writes, in place of the agreement of each node, the fewest draft passes that any of its copies needs.
     """
     block, row = tl.program_id(0), tl.program_id(1)
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     own = block * BLOCK + tl.arange(0, BLOCK)
-    path = tl.load(paths + first + own, mask=own < width, other=0.0)
+    path = tl.load(pool.paths + first + own, mask=own < width, other=0.0)
     is_node = path > 0
     if tl.sum(is_node.to(tl.int32), axis=0) == 0:
         return
-    key = tl.load(keys + first + own, mask=is_node, other=0)
-    source = tl.load(sources + first + own, mask=is_node, other=0)
+    key = tl.load(pool.keys + first + own, mask=is_node, other=0)
+    source = tl.load(pool.sources + first + own, mask=is_node, other=0)
     best = tl.zeros([BLOCK], tl.int64)
     least_need = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, width, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        other_path = tl.load(paths + first + other, mask=other < width, other=0.0)
+        other_path = tl.load(pool.paths + first + other, mask=other < width, other=0.0)
         is_other = other_path > 0
         if tl.sum(is_other.to(tl.int32), axis=0) > 0:
-            other_key = tl.load(keys + first + other, mask=is_other, other=0)
-            other_source = tl.load(sources + first + other, mask=is_other, other=-1)
-            other_need = tl.load(needs + first + other, mask=is_other, other=0)
+            other_key = tl.load(pool.keys + first + other, mask=is_other, other=0)
+            other_source = tl.load(pool.sources + first + other, mask=is_other, other=-1)
+            other_need = tl.load(pool.needs + first + other, mask=is_other, other=0)
             is_copy = is_other[None, :] & (key[:, None] == other_key[None, :])
             # The likeliest copy stays; among equals, the first. One number encodes both.
             worth = (other_path.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - other).to(tl.int64)
@@ -152,8 +131,8 @@ def _find_copies_kernel(
             least_need = tl.minimum(least_need, tl.min(tl.where(is_copy, other_need[None, :], 0x7FFFFFFF), axis=1))
             # One sum counts both copies of other sources and drafted children.
             is_drafted = other_source == drafted
-            depth = tl.load(depths + first + other, mask=is_drafted, other=0)
-            token = tl.load(tokens + first + other, mask=is_drafted, other=0)
+            depth = tl.load(pool.depths + first + other, mask=is_drafted, other=0)
+            token = tl.load(pool.tokens + first + other, mask=is_drafted, other=0)
             above = other_key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_drafted, other=0)
             is_child = is_drafted[None, :] & (key[:, None] == above[None, :])
             is_others = is_copy & (other_source[None, :] != source[:, None])
@@ -161,18 +140,12 @@ def _find_copies_kernel(
     tl.store(kept + first + own, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=is_node)
     tl.store(is_agreed + first + own, found & 0xFFFF, mask=is_node)
     tl.store(spoke + first + own, found >> 16, mask=is_node)
-    tl.store(new_needs + first + own, least_need, mask=is_node)
+    tl.store(pool.agreement + first + own, least_need, mask=is_node)
 
 
 @triton.jit
 def _weigh_kernel(
-    parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    agreement: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     kept: tl.tensor,
     is_agreed: tl.tensor,
     spoke: tl.tensor,
@@ -181,39 +154,38 @@ def _weigh_kernel(
     drafted: int,
     num_sources: int,
     num_buckets: int,
-    capacity: int,
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:
     """A program is one row: other copies become padding, and probabilities are recomputed depth by depth."""
     row = tl.program_id(0)
-    acceptance_probs = probs_of_kind(acceptance_probs, tl.load(kinds + row), num_sources, num_buckets)
-    first = row.to(tl.int64) * capacity
+    kind = tl.load(kinds + row)
+    first = row.to(tl.int64) * pool.capacity
     place = tl.arange(0, BLOCK)
-    path = tl.load(paths + first + place, mask=place < width, other=0.0)
+    path = tl.load(pool.paths + first + place, mask=place < width, other=0.0)
     is_node = path > 0
     is_kept = is_node & (tl.load(kept + first + place, mask=is_node, other=-1) == place)
-    parent = tl.load(parents + first + place, mask=is_node, other=0)
+    parent = tl.load(pool.parents + first + place, mask=is_node, other=0)
     parent = tl.load(kept + first + parent, mask=is_node, other=0)
-    depth = tl.load(depths + first + place, mask=is_node, other=0)
-    source = tl.load(sources + first + place, mask=is_node, other=0)
-    bucket = tl.load(buckets + first + place, mask=is_node, other=0)
-    least_need = tl.load(agreement + first + place, mask=is_node, other=0)
+    depth = tl.load(pool.depths + first + place, mask=is_node, other=0)
+    source = tl.load(pool.sources + first + place, mask=is_node, other=0)
+    bucket = tl.load(pool.buckets + first + place, mask=is_node, other=0)
+    least_need = tl.load(pool.agreement + first + place, mask=is_node, other=0)
     agreed = tl.load(is_agreed + first + place, mask=is_node, other=0) > 0
     is_opposed = (tl.load(spoke + first + parent, mask=is_node, other=0) > 0) & (source != drafted)
     own = tl.where(is_kept & agreed, AGREED, tl.where(is_opposed, OPPOSED, ALONE))
-    prob = prob_of(acceptance_probs, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
+    prob = prob_of(acceptance_probs, kind, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
     deepest = tl.max(tl.where(is_kept, depth, 0), axis=0)
     tl.debug_barrier()  # all threads have read what is overwritten now
-    tl.store(parents + first + place, parent, mask=is_node)
-    tl.store(agreement + first + place, tl.where(is_node, own, ALONE), mask=place < width)
-    tl.store(needs + first + place, tl.where(is_kept, least_need, 0), mask=is_node)
-    tl.store(paths + first + place, 0.0, mask=is_node & (is_kept == 0))
+    tl.store(pool.parents + first + place, parent, mask=is_node)
+    tl.store(pool.agreement + first + place, tl.where(is_node, own, ALONE), mask=place < width)
+    tl.store(pool.needs + first + place, tl.where(is_kept, least_need, 0), mask=is_node)
+    tl.store(pool.paths + first + place, 0.0, mask=is_node & (is_kept == 0))
     for level in range(1, deepest + 1):
         tl.debug_barrier()
         is_here = is_kept & (depth == level)
-        above = tl.load(paths + first + parent, mask=is_here, other=0.0)
-        tl.store(paths + first + place, path_of(above, prob), mask=is_here)
+        above = tl.load(pool.paths + first + parent, mask=is_here, other=0.0)
+        tl.store(pool.paths + first + place, path_of(above, prob), mask=is_here)
 
 
 @triton.jit
@@ -301,18 +273,14 @@ def lay_out(
     """
     cap = ranked.nodes.shape[1]
     _lay_out_kernel[(shape.num_rows + 1,)](
-        pool.tokens,
-        pool.parents,
-        pool.depths,
+        pool.nodes,
         ranked.nodes,
         ranked.counts,
         texts.lengths,
         table_rows,
         columns,
         by_row,
-        pool.sources,
         origins,
-        pool.capacity,
         columns.shape[1],
         by_row.shape[1],
         shape.num_rows,
@@ -328,18 +296,14 @@ def lay_out(
 
 @triton.jit
 def _lay_out_kernel(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
+    pool: Nodes,
     ranked: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
     table_rows: tl.tensor,
     columns: tl.tensor,
     by_row: tl.tensor,
-    sources: tl.tensor,
     origins: tl.tensor,
-    capacity: int,
     room: int,
     rows_room: int,
     num_rows: int,
@@ -365,14 +329,14 @@ def _lay_out_kernel(
         for part in tl.static_range(4):
             tl.store(by_row + part * rows_room + row, 0)
     else:
-        first = row.to(tl.int64) * capacity
+        first = row.to(tl.int64) * pool.capacity
         count = tl.load(counts + row)
         place = tl.arange(0, BLOCK)
         inside = place <= count
         node = tl.load(ranked + row * CAP + place - 1, mask=inside & (place > 0), other=0)
-        token = tl.load(tokens + first + node, mask=inside, other=0)
-        above = tl.load(parents + first + node, mask=inside & (place > 0), other=-1)
-        depth = tl.load(depths + first + node, mask=inside, other=0)
+        token = tl.load(pool.tokens + first + node, mask=inside, other=0)
+        above = tl.load(pool.parents + first + node, mask=inside & (place > 0), other=-1)
+        depth = tl.load(pool.depths + first + node, mask=inside, other=0)
         is_parent = inside[None, :] & (above[:, None] == node[None, :]) & (place[:, None] > 0)
         parent = tl.sum(tl.where(is_parent, place[None, :], 0), axis=1)
         # A node's first child continues the node's strip; other children begin new ones.
@@ -395,7 +359,7 @@ def _lay_out_kernel(
         tl.store(at + 3 * room, depth, mask=inside)
         tl.store(at + 4 * room, row, mask=inside)
         tl.store(at + 5 * room, strip, mask=inside)
-        tl.store(origins + start + place, tl.load(sources + first + node, mask=inside, other=0), mask=inside)
+        tl.store(origins + start + place, tl.load(pool.sources + first + node, mask=inside, other=0), mask=inside)
         table_row = tl.load(table_rows + row)
         tl.store(by_row + row, start)
         tl.store(by_row + rows_room + row, count + 1)

@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, NUM_TABLES, Draws, Pool, PoolShape, Tables
-from graft.tree.device.pool import barred_of, can_be_drawn, key_of, path_of
-from graft.tree.device.tables import row_of
+from graft.tree.device.pool import Nodes, TableRows, can_be_drawn, key_of, look_up, path_of, write_nodes
 
 ATTACHED = tl.constexpr(0.5)  # acceptance probability of every attached node, so that paths fall with depth
 _OTHERS = 32  # nodes that a block is compared with at once
@@ -29,8 +28,7 @@ def stop_rows(
     """Stop rows at the gates that draft pass `number` has reached, and make no further pass if all have stopped."""
     count = shape.levels[number]
     _stop_rows_kernel[(1,)](
-        *(pool.depths, pool.paths, gates, thresholds, stops, confidences, made),
-        pool.capacity,
+        *(pool.nodes, gates, thresholds, stops, confidences, made),
         shape.level_start(number),
         shape.num_rows,
         NUMBER=number,
@@ -45,14 +43,12 @@ def stop_rows(
 
 @triton.jit
 def _stop_rows_kernel(
-    depths: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     gates: tl.tensor,
     thresholds: tl.tensor,
     stops: tl.tensor,
     confidences: tl.tensor,
     made: tl.tensor,
-    capacity: int,
     level_start: int,
     num_rows: int,
     NUMBER: tl.constexpr,
@@ -67,9 +63,9 @@ def _stop_rows_kernel(
     is_made = tl.load(made + NUMBER) != 0
     row, place = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     stop = tl.load(stops + row, mask=row < num_rows, other=-1)
-    node = row.to(tl.int64)[:, None] * capacity + level_start + place[None, :]
-    path = tl.load(paths + node, mask=(row < num_rows)[:, None] & (place < COUNT)[None, :] & is_made, other=0.0)
-    depth = tl.load(depths + node, mask=path > 0, other=0)
+    node = row.to(tl.int64)[:, None] * pool.capacity + level_start + place[None, :]
+    path = tl.load(pool.paths + node, mask=(row < num_rows)[:, None] & (place < COUNT)[None, :] & is_made, other=0.0)
+    depth = tl.load(pool.depths + node, mask=path > 0, other=0)
     for gate in tl.static_range(FIRST, END):
         going = (stop == NUM_GATES) & is_made
         likeliest = tl.max(tl.where(depth == tl.load(gates + gate), path, 0.0), axis=1)
@@ -97,18 +93,17 @@ def attach(
     A candidate that stays and has the same path stands for a node of the template.
     """
     _attach_kernel[(shape.num_rows,)](
-        *(pool.tokens, pool.parents, pool.depths, pool.needs, pool.sources, pool.buckets, pool.keys, pool.paths),
+        pool.nodes,
         pool.kept,
         stops,
         splits,
-        *(tables.entries, tables.tags, tables.starts, tables.row_bits, tables.factors),
+        tables.parts,
         salts,
         pool.factors,
         max_depths,
-        *barred_of(draws),
+        *draws.barred_and_room,
         source,
         splits.shape[1],
-        pool.capacity,
         shape.first_wave,
         shape.width,
         AT_LEAF=at_leaf,
@@ -125,22 +120,11 @@ def attach(
 
 @triton.jit
 def _attach_kernel(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     stands: tl.tensor,
     stops: tl.tensor,
     splits: tl.tensor,
-    entries: tl.tensor,
-    tags: tl.tensor,
-    starts: tl.tensor,
-    row_bits: tl.tensor,
-    factors: tl.tensor,
+    tables: TableRows,
     salts: tl.tensor,
     path_factors: tl.tensor,
     max_depths: tl.tensor,
@@ -148,7 +132,6 @@ def _attach_kernel(
     barred_room: int,
     source: int,
     splits_room: int,
-    capacity: int,
     first_wave: int,
     width: int,
     AT_LEAF: tl.constexpr,
@@ -162,28 +145,28 @@ def _attach_kernel(
 ) -> None:
     """A program is one row."""
     row = tl.program_id(0)
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     own = splits + tl.load(stops + row) * splits_room
     num_kept, deepest, count = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     # Rank the candidates as `ranking.rank` does.
     place = tl.arange(0, BLOCK)
     inside = (place > 0) & (place < width)
-    path = tl.load(paths + first + place, mask=inside, other=0.0)
-    path = tl.where(tl.load(depths + first + place, mask=inside, other=0) <= deepest, path, 0.0)
+    path = tl.load(pool.paths + first + place, mask=inside, other=0.0)
+    path = tl.where(tl.load(pool.depths + first + place, mask=inside, other=0) <= deepest, path, 0.0)
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, width, OTHERS):
         other = start + tl.arange(0, OTHERS)
         is_other = (other > 0) & (other < width)
-        there = tl.load(paths + first + other, mask=is_other, other=0.0)
-        there = tl.where(tl.load(depths + first + other, mask=is_other, other=0) <= deepest, there, 0.0)
+        there = tl.load(pool.paths + first + other, mask=is_other, other=0.0)
+        there = tl.where(tl.load(pool.depths + first + other, mask=is_other, other=0) <= deepest, there, 0.0)
         is_equal = there[None, :] == path[:, None]
         is_before = (there[None, :] > path[:, None]) | (is_equal & (other[None, :] < place[:, None]))
         rank += tl.sum(is_before.to(tl.int32), axis=1)
     stays = (path > 0) & (rank < num_kept)
     tl.debug_barrier()  # all threads have read what is overwritten now
-    tl.store(paths + first + place, 0.0, mask=inside & (stays == 0))
+    tl.store(pool.paths + first + place, 0.0, mask=inside & (stays == 0))
     base = tl.max(tl.where(stays, place, 0), axis=0) if AT_LEAF else 0
-    base_depth = tl.load(depths + first + base)
+    base_depth = tl.load(pool.depths + first + base)
     most, salt = splits_room // 3 - 1, tl.load(salts + row)
     node = tl.arange(0, TEMPLATE)
     is_node = node < count
@@ -196,35 +179,23 @@ def _attach_kernel(
         tl.debug_barrier()  # wait for the nodes one depth up
         is_here = is_node & (level == number)
         above = tl.load(stands + first + first_wave + parent - 1, mask=is_here & (parent > 0), other=base)
-        above_path = tl.load(paths + first + above, mask=is_here, other=0.0)
+        above_path = tl.load(pool.paths + first + above, mask=is_here, other=0.0)
         is_open = above_path > 0
-        token = tl.load(tokens + first + above, mask=is_open, other=0)
-        known, table_row = tl.zeros([TEMPLATE], tl.int32) == 1, tl.zeros([TEMPLATE], tl.int64)
-        for turn in tl.static_range(2 if IS_ISOLATED else 1):
-            own_salt = salt if turn == 0 else salt * 0
-            found, tag = row_of(TABLE, token, token, token, own_salt, starts, row_bits, factors)
-            is_its = (tl.load(row_bits + TABLE) == 0) | (tl.load(tags + found, mask=is_open, other=0) == tag)
-            is_known = is_open & is_its & (tl.load(entries + found * K, mask=is_open, other=-1) >= 0)
-            table_row = tl.where(known | (is_known == 0), table_row, found)
-            known = known | is_known
-        entry = tl.load(entries + table_row * K + successor, mask=known, other=-1)
+        token = tl.load(pool.tokens + first + above, mask=is_open, other=0)
+        known, table_row = look_up(tables, TABLE, token, token, token, salt, is_open, K, IS_ISOLATED)
+        entry = tl.load(tables.entries + table_row * K + successor, mask=known, other=-1)
         new_token, depth = entry // NUM_BUCKETS, number + base_depth + tl.zeros_like(entry)
         is_new = (entry >= 0) & can_be_drawn(new_token, depth, barred, row, barred_room)
-        key = key_of(tl.load(keys + first + above, mask=is_new, other=0), new_token, depth, path_factors, is_new)
+        key = key_of(tl.load(pool.keys + first + above, mask=is_new, other=0), new_token, depth, path_factors, is_new)
         twin = tl.zeros([TEMPLATE], tl.int32)
         for start in range(0, first_wave, OTHERS):
             other = start + tl.arange(0, OTHERS)
-            is_other = tl.load(paths + first + other, mask=other < first_wave, other=0.0) > 0
-            other_key = tl.load(keys + first + other, mask=is_other, other=0)
+            is_other = tl.load(pool.paths + first + other, mask=other < first_wave, other=0.0) > 0
+            other_key = tl.load(pool.keys + first + other, mask=is_other, other=0)
             is_same = is_other[None, :] & is_new[:, None] & (other_key[None, :] == key[:, None])
             twin = tl.maximum(twin, tl.max(tl.where(is_same, other[None, :], 0), axis=1))
         is_added = is_new & (twin == 0)
         tl.store(stands + here, tl.where(twin > 0, twin, first_wave + node), mask=is_here)
-        tl.store(tokens + here, new_token, mask=is_added)
-        tl.store(parents + here, above, mask=is_added)
-        tl.store(depths + here, depth, mask=is_added)
-        tl.store(needs + here, tl.load(needs + first + above, mask=is_added, other=0), mask=is_added)
-        tl.store(sources + here, source, mask=is_added)
-        tl.store(buckets + here, 0, mask=is_added)
-        tl.store(keys + here, key, mask=is_added)
-        tl.store(paths + here, path_of(above_path, ATTACHED), mask=is_added)
+        need = tl.load(pool.needs + first + above, mask=is_added, other=0)
+        new_path = path_of(above_path, ATTACHED)
+        write_nodes(pool, here, new_token, above, depth, need, source, 0, key, new_path, is_added)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, NUM_TABLES, Draws, Pool, PoolShape, Tables, Texts
+from graft.tree.device.buffers import NUM_BUCKETS, NUM_SUCCESSORS, Draws, Nodes, Pool, PoolShape, Tables, Texts
 from graft.tree.device.noise import successor_buckets
-from graft.tree.device.pool import ALONE, barred_of, can_be_drawn, key_of, path_of, prob_of, probs_of_kind
+from graft.tree.device.pool import ALONE, TableRows, can_be_drawn, key_of, look_up, path_of, prob_of, write_nodes
 
 
 def follow(
@@ -25,21 +25,10 @@ def follow(
 ) -> None:
     """Add, wave by wave, the successors of the likeliest nodes not looked up yet, by the longest known n-gram."""
     _follow_kernel[(shape.num_rows,)](
-        pool.tokens,
-        pool.parents,
-        pool.depths,
-        pool.needs,
-        pool.sources,
-        pool.buckets,
-        pool.keys,
-        pool.paths,
+        pool.nodes,
         pool.open,
         pool.before,
-        tables.entries,
-        tables.tags,
-        tables.starts,
-        tables.row_bits,
-        tables.factors,
+        tables.parts,
         salts,
         acceptance_probs,
         pool.factors,
@@ -47,20 +36,19 @@ def follow(
         draws.kinds,
         draws.seeds,
         draws.powers,
-        *barred_of(draws),
+        *draws.barred_and_room,
         texts.lengths,
         table_rows,
         tables.bucket_starts,
         source,
         *acceptance_probs.shape[1:],
         pool.before.shape[1],
-        pool.capacity,
         shape.first_wave,
         NUM_WAVES=shape.num_waves,
         BEAM=shape.beam,
         BEAMS=triton.next_power_of_2(shape.beam),
         K=NUM_SUCCESSORS,
-        NUM_TABLES=NUM_TABLES,
+        NUM_TABLES=len(tables.starts),
         NUM_BUCKETS=NUM_BUCKETS,
         IS_ISOLATED=tables.isolated,
         BLOCK=triton.next_power_of_2(shape.width),
@@ -69,42 +57,11 @@ def follow(
 
 
 @triton.jit
-def row_of(
-    number: tl.tensor,
-    token: tl.tensor,
-    before: tl.tensor,
-    earlier: tl.tensor,
-    salt: tl.tensor,
-    starts: tl.tensor,
-    row_bits: tl.tensor,
-    factors: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The rows of n-grams in a table, and their hashes. number: of the table; 0 is that of 3-grams."""
-    key = salt * tl.load(factors + 3) + token.to(tl.int64) * tl.load(factors)
-    key += tl.where(number < 2, before.to(tl.int64) * tl.load(factors + 1), 0)
-    key += tl.where(number < 1, earlier.to(tl.int64) * tl.load(factors + 2), 0)
-    bits = tl.load(row_bits + number)
-    hashed = (key.to(tl.uint64, bitcast=True) >> (64 - tl.maximum(bits, 1)).to(tl.uint64)).to(tl.int64)
-    return tl.load(starts + number) + tl.where(bits > 0, hashed, token.to(tl.int64)), key
-
-
-@triton.jit
 def _follow_kernel(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    needs: tl.tensor,
-    sources: tl.tensor,
-    buckets: tl.tensor,
-    keys: tl.tensor,
-    paths: tl.tensor,
+    pool: Nodes,
     open_paths: tl.tensor,
     before_roots: tl.tensor,
-    entries: tl.tensor,
-    tags: tl.tensor,
-    starts: tl.tensor,
-    row_bits: tl.tensor,
-    factors: tl.tensor,
+    tables: TableRows,
     salts: tl.tensor,
     acceptance_probs: tl.tensor,
     path_factors: tl.tensor,
@@ -121,7 +78,6 @@ def _follow_kernel(
     num_sources: int,
     num_buckets: int,
     num_rows: int,
-    capacity: int,
     first_wave: int,
     NUM_WAVES: tl.constexpr,
     BEAM: tl.constexpr,
@@ -134,21 +90,20 @@ def _follow_kernel(
 ) -> None:
     """A program is one row."""
     row = tl.program_id(0)
-    first = row.to(tl.int64) * capacity
+    first = row.to(tl.int64) * pool.capacity
     salt, max_depth = tl.load(salts + row), tl.load(max_depths + row)
     kind, seed = tl.load(kinds + row), tl.load(seeds + row)
     end = tl.load(ends + tl.load(table_rows + row)).to(tl.int64)
-    acceptance_probs = probs_of_kind(acceptance_probs, kind, num_sources, num_buckets)
     before_root, earlier_root = tl.load(before_roots + row), tl.load(before_roots + num_rows + row)
     place = tl.arange(0, BLOCK)
     beam, rank = tl.arange(0, BEAMS), tl.arange(0, K)
     is_there = place < first_wave
-    path = tl.load(paths + first + place, mask=is_there, other=0.0)
-    depth = tl.load(depths + first + place, mask=is_there & (path > 0), other=0)
-    tl.store(open_paths + first + place, tl.where(depth < max_depth, path, 0.0), mask=place < capacity)
+    path = tl.load(pool.paths + first + place, mask=is_there, other=0.0)
+    depth = tl.load(pool.depths + first + place, mask=is_there & (path > 0), other=0)
+    tl.store(open_paths + first + place, tl.where(depth < max_depth, path, 0.0), mask=place < pool.capacity)
     for wave in range(tl.minimum(NUM_WAVES, max_depth)):
         tl.debug_barrier()  # wait for the nodes of the previous wave
-        closed = tl.load(open_paths + first + place, mask=place < capacity, other=0.0)
+        closed = tl.load(open_paths + first + place, mask=place < pool.capacity, other=0.0)
         node, likely = tl.zeros([BEAMS], tl.int32), tl.zeros([BEAMS], tl.float32)
         for number in range(BEAM):
             best = tl.max(closed, axis=0)
@@ -158,50 +113,40 @@ def _follow_kernel(
             closed = tl.where(place == chosen, -1.0, closed)
         is_open = likely > 0
         at = first + node
-        token = tl.load(tokens + at, mask=is_open, other=0)
-        parent = tl.load(parents + at, mask=is_open, other=0)
-        above = tl.load(tokens + first + parent, mask=is_open, other=0)
-        parents_parent = tl.load(parents + first + parent, mask=is_open, other=0)
-        twice_above = tl.load(tokens + first + parents_parent, mask=is_open, other=0)
+        token = tl.load(pool.tokens + at, mask=is_open, other=0)
+        parent = tl.load(pool.parents + at, mask=is_open, other=0)
+        above = tl.load(pool.tokens + first + parent, mask=is_open, other=0)
+        parents_parent = tl.load(pool.parents + first + parent, mask=is_open, other=0)
+        twice_above = tl.load(pool.tokens + first + parents_parent, mask=is_open, other=0)
         before = tl.where(node > 0, above, before_root)
         earlier = tl.where(parent > 0, twice_above, tl.where(node > 0, before_root, earlier_root))
         # The first table that knows the n-gram gives the successors.
         known = tl.zeros([BEAMS], tl.int32) == 1
         table, table_row = tl.zeros([BEAMS], tl.int32), tl.zeros([BEAMS], tl.int64)
         for number in tl.static_range(NUM_TABLES):
-            for turn in tl.static_range(2 if IS_ISOLATED else 1):
-                own_salt = salt if turn == 0 else salt * 0
-                found, tag = row_of(number, token, before, earlier, own_salt, starts, row_bits, factors)
-                is_hashed = tl.load(row_bits + number) > 0
-                is_its = (is_hashed == 0) | (tl.load(tags + found, mask=is_open, other=0) == tag)
-                is_known = is_open & is_its & (tl.load(entries + found * K, mask=is_open, other=-1) >= 0)
-                table = tl.where(known | (is_known == 0), table, number)
-                table_row = tl.where(known | (is_known == 0), table_row, found)
-                known = known | is_known
-        entry = tl.load(entries + table_row[:, None] * K + rank[None, :], mask=known[:, None], other=-1)
+            is_known, found = look_up(tables, number, token, before, earlier, salt, is_open, K, IS_ISOLATED)
+            table = tl.where(known | (is_known == 0), table, number)
+            table_row = tl.where(known | (is_known == 0), table_row, found)
+            known = known | is_known
+        entry = tl.load(tables.entries + table_row[:, None] * K + rank[None, :], mask=known[:, None], other=-1)
         is_new = entry >= 0
         new_token, bucket = entry // NUM_BUCKETS, entry % NUM_BUCKETS
         own_source = (source + table)[:, None] + tl.zeros_like(entry)
-        new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
+        new_depth = (tl.load(pool.depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
         position = end + new_depth - 1
         is_drawable = is_new & can_be_drawn(new_token, new_depth, barred, row, barred_room)
         bucket = successor_buckets(
             bucket, is_new, is_drawable, kind, seed, position, new_token, powers + row * NUM_BUCKETS, starts_of_buckets
         )
-        prob = prob_of(acceptance_probs, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
-        new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], prob)
+        prob = prob_of(acceptance_probs, kind, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
+        new_path = path_of(tl.load(pool.paths + at, mask=is_open, other=0.0)[:, None], prob)
         new_path = tl.where(is_drawable, new_path, 0.0)
-        above_key = tl.load(keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
+        above_key = tl.load(pool.keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
         new_key = key_of(above_key, new_token, new_depth, path_factors, is_new)
         new = first + first_wave + (wave * BEAM + beam[:, None]) * K + rank[None, :]
         tl.debug_barrier()  # all threads have read what is overwritten now
         tl.store(open_paths + at, 0.0, mask=is_open)
-        tl.store(tokens + new, new_token, mask=is_new)
-        tl.store(parents + new, node[:, None] + tl.zeros_like(entry), mask=is_new)
-        tl.store(depths + new, new_depth, mask=is_new)
-        tl.store(needs + new, tl.load(needs + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry), mask=is_new)
-        tl.store(sources + new, own_source, mask=is_new)
-        tl.store(buckets + new, bucket, mask=is_new)
-        tl.store(keys + new, new_key, mask=is_new)
-        tl.store(paths + new, new_path, mask=is_new)
+        need = tl.load(pool.needs + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
+        above = node[:, None] + tl.zeros_like(entry)
+        write_nodes(pool, new, new_token, above, new_depth, need, own_source, bucket, new_key, new_path, is_new)
         tl.store(open_paths + new, tl.where(new_depth < max_depth, new_path, 0.0), mask=is_new)
