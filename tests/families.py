@@ -101,6 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **EXPERTS,
 }
 FAMILIES = {name: options for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING}
+EXPERTS = {name: options for name, options in EXPERTS.items() if name in FAMILIES}
 
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:
