@@ -22,6 +22,7 @@ TESTS = [
     "test_tree.py",
     "test_cpu_linear.py",
     "test_cpu_layers.py",
+    "test_cpu_families.py",
     "test_cpu_head.py",
     "test_block_drafter.py",
     "test_device_tree.py",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from families import EXPERTS, FAMILIES, LATENT, family_model
+from families import EXPERTS, FAMILIES, LATENT, family_model, varied
 from graft import Engine
 from graft.model import attention, cpu_layers
 from graft.model.families import NotDescribedError, describe
@@ -17,6 +17,7 @@ from test_captured import logits_of
 from test_cpu_layers import TAPS, assert_same_bits_in_any_step, cpu_sped, fused, run, run_as_on
 from test_cpu_linear import CAPABILITIES, needs_kernel
 from test_families import FAULTS, of_attention
+from tiny import tiny_multimodal
 
 pytestmark = needs_kernel
 # Odd sizes, whose packed products do not begin where a panel does, and what no family's config has by itself.
@@ -24,7 +25,6 @@ ODD: dict[str, tuple[str, dict[str, object]]] = {
     "phi3": ("phi3", {"head_dim": 6, "intermediate_size": 37}),
     "glm4": ("glm4", {"head_dim": 40, "intermediate_size": 37, "num_hidden_layers": 3}),
     "gemma2": ("gemma2", {"head_dim": 6, "hidden_size": 28}),
-    "gemma with another activation": ("gemma", {"hidden_activation": "gelu", "intermediate_size": 37}),
     "cohere with norms of heads": ("cohere", {"use_qk_norm": True, "hidden_size": 60}),
     "a window of more than a page": ("mistral", {"sliding_window": PAGE + 9}),
 }
@@ -60,6 +60,23 @@ def test_odd_sizes_on_every_processor(name, capability, monkeypatch):
     family, changes = ODD[name]
     ours, theirs = (run(target, (11, 2 * PAGE + 6), 9) for target in both(family_model(family, **changes)))
     assert_alike(ours, theirs)
+
+
+def test_a_model_that_takes_images_runs_its_text_in_our_layers():
+    model = varied(tiny_multimodal("gemma3"))
+    ours, theirs = (run(target, (12, 5), 6) for target in both(model))
+    assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+def test_activations_are_those_of_float64(activation, capability, monkeypatch):
+    run_as_on(capability, monkeypatch)
+    model = family_model("llama", hidden_act=activation, num_hidden_layers=1, intermediate_size=37)
+    target, text = fused(model, (0, 1)), [3, 17, 42, 9, 9, 30, 5, 21]
+    (read,) = target.prefill(target.open(1, 8), 0, text)
+    expected = model.double()(torch.tensor([text])).logits
+    torch.testing.assert_close(logits_of(read).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 SOME = ["gemma2", "gemma4_text", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "granite"]

@@ -455,11 +455,13 @@ def why_not_on_cpu(model: PreTrainedModel) -> str | None:
         return "the C layers were not built"
     if model.dtype is not torch.float32:
         return f"the C layers compute in float32, and the model is in {str(model.dtype).removeprefix('torch.')}"
-    if (reason := why_not(model, FewTokensLinear)) is not None:
+    try:
+        what = describe(model, FewTokensLinear)
+    except NotDescribedError as error:
         if not any(isinstance(module, FewTokensLinear) for module in model.modules()) and why_not(model) is None:
             return "a model given in memory keeps PyTorch's linear layers: load it by its name or folder"
-        return reason
-    if any(isinstance(layer.mlp, Experts) for layer in describe(model, FewTokensLinear).layers):
+        return str(error)
+    if any(isinstance(layer.mlp, Experts) for layer in what.layers):
         return "the C layers have no experts"
     if any(layer.mixer.latent is not None for layer in describe(model, FewTokensLinear).layers):
         return "the C layers have no latent attention"
