@@ -57,6 +57,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers": 48, "hidden": 2048, "heads": (32, 4), "neurons": 6144, "vocab": 151936, "head_dim": 128}
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {"layers": 27, "hidden": 2048, "heads": (16, 16), "neurons": 10944, "vocab": 102400, "q_lora_rank": None}
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+        | {"first_k_dense_replace": 1},
+    ),
+    # All other sizes of the published model are its config's defaults.
+    "glm-4.7-flash": (
+        "glm4_moe_lite",
+        {"layers": 47, "hidden": 2048, "heads": (20, 20), "neurons": 10240, "vocab": 154880},
+    ),
 }
 TINY = {"layers": 1, "hidden": 64, "heads": (2, 1), "neurons": 64, "vocab": 101, "head_dim": 32}
 TINY |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -55,7 +55,7 @@ _LATENT = {**_RANKS, "head_dim": None, "num_key_value_heads": 4}
 _ROUTED = {key: value for key, value in EXPERTS["glm4_moe"].items() if key != "use_qk_norm"}
 LATENT: dict[str, dict[str, Any]] = {
     "youtu": {**_LATENT, "v_head_dim": 32},
-    "deepseek_v2": {**_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "deepseek_v2": {**_LATENT, **_ROUTED, "n_group": None, "topk_group": None, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT, **_ROUTED, "attention_bias": True},
     "glm4_moe_lite": {**_LATENT, **_ROUTED, "rope_interleave": False},
 }

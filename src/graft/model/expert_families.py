@@ -65,7 +65,7 @@ def read_experts(
     corrections = [getattr(owner, "e_score_correction_bias", None) for owner in owners]
     correction = next((each for each in corrections if each is not None), None)
     shared = next((each for name in _SHARED_NAMES if (each := getattr(block, name, None)) is not None), None)
-    method = getattr(router, "topk_method", None)  # "group_limited_greedy" ranks groups by their best expert
+    is_greedy = getattr(router, "topk_method", None) == "greedy"  # then there are no groups
     normalises = router.norm_topk_prob if family.normalises is None else family.normalises
     return Experts(
         router=Router(
@@ -74,8 +74,8 @@ def read_experts(
             correction=correction,
             scoring=family.scoring,
             top_k=router.top_k,
-            groups=1 if method == "greedy" else getattr(router, "num_group", 1),
-            top_groups=getattr(router, "topk_group", 1),
+            groups=(not is_greedy and getattr(router, "num_group", None)) or 1,
+            top_groups=(not is_greedy and getattr(router, "topk_group", None)) or 1,
             normalise=normalises,
             least_sum=getattr(router, "norm_min", 0.0),
             added_to_sum=family.added_to_sum,
