@@ -23,6 +23,33 @@ _SHARED = {
     **{"num_hidden_layers": 5, "num_kv_shared_layers": 2},
     "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
 }
+# Experts have fewer neurons than fill a tile, and few families have a power of two of them.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "qwen2_moe": {
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [0]},
+        "shared_expert_intermediate_size": 64,
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "intermediate_size": 40},
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    },
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 64},
+        **{"moe_layer_start_index": 0, "moe_layer_end_index": 3},
+    },
+    "dots1": {
+        **{**_WINDOWS, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 0, "norm_topk_prob": True},
+    },
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40},
+    "gpt_oss": {
+        **{**_WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "swiglu_limit": 1.0},
+        "initial_context_length": 64,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -64,6 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 8, "use_bias": True},
     "stablelm": _PARTIAL,
     "stablelm_parallel": {**_PARTIAL, "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
+    **EXPERTS,
 }
 
 
@@ -82,4 +110,6 @@ def varied(model: PreTrainedModel) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+            elif name.endswith("correction_bias"):
+                buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
     return model

@@ -110,7 +110,7 @@ def test_fused_weights_are_the_models_own(tmp_path):
     attention.k_proj.weight.data[0, 0] = 5.0
     ours, theirs = layers.stack.layers, again.stack.layers
     assert ours[1].qkv[attention.q_proj.weight.shape[0], 0] == 5.0
-    assert all(a.up.data_ptr() == b.up.data_ptr() for a, b in zip(ours, theirs, strict=True))
+    assert all(a.mlp.up.data_ptr() == b.mlp.up.data_ptr() for a, b in zip(ours, theirs, strict=True))
     model.save_pretrained(tmp_path)
     saved = type(model).from_pretrained(tmp_path)
     assert torch.equal(saved.model.layers[1].self_attn.k_proj.weight, attention.k_proj.weight.cpu())

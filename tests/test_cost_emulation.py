@@ -13,7 +13,7 @@ from batches import prefilled
 from block_heads import make_head as make_block_head
 from graft import Engine, GraftError
 from graft.bench.cost_emulation import widen, widen_head
-from graft.bench.shapes import Shape
+from graft.bench.shapes import SHAPES, Shape
 from graft.spec_decode.proposers.block import BlockHead
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
@@ -24,6 +24,7 @@ from tiny import BYTE_VOCAB, tiny_model
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
 WIDE = Shape(layers=9, hidden=72, intermediate=108, heads=12, kv_heads=3, head_dim=16)
+WITH_EXPERTS = replace(WIDE, intermediate=112, experts=40, experts_per_token=2, neurons=56)
 SPEC = "layers=5,hidden=72,intermediate=96,heads=12,kv_heads=4,head_dim=16"
 
 ROPE = {
@@ -49,15 +50,38 @@ def model():
 
 @pytest.mark.parametrize("rope", ROPE)
 @pytest.mark.parametrize("tied", [False, True])
-def test_widened_model_has_the_same_logits_and_the_same_text(rope, tied):
+@pytest.mark.parametrize("shape", [WIDE, WITH_EXPERTS], ids=["dense", "experts"])
+def test_widened_model_has_the_same_logits_and_the_same_text(rope, tied, shape):
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPE[rope]}
     small = tiny_model(num_hidden_layers=2, rope_parameters=parameters, tie_word_embeddings=tied)
-    widened = widen(small, WIDE)
+    widened = widen(small, shape)
     tokens = torch.randint(3, 60, (2, 100), generator=torch.manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(widened(tokens).logits, small(tokens).logits, atol=1e-4, rtol=1e-4)
     expected = Engine(small, policy="off").generate(PROMPT, max_new_tokens=24).ids
     assert Engine(widened, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
+
+
+def test_different_tokens_have_different_experts_though_their_hidden_states_have_much_in_common():
+    small = tiny_model(num_hidden_layers=2)
+    with torch.no_grad():
+        small.model.embed_tokens.weight += 3 * small.model.embed_tokens.weight.std()
+    widened, chosen = widen(small, WITH_EXPERTS), []
+    for layer in widened.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    with torch.no_grad():
+        widened(torch.randperm(60, generator=torch.manual_seed(0))[None, :50])
+    expected = 40 * (1 - (1 - 2 / 40) ** 50)
+    touched = [len(experts.unique()) for experts in chosen]
+    assert len(touched) == WIDE.layers
+    assert min(touched) > 0.6 * expected  # at most 7, if routers saw what hidden states have in common
+    assert not torch.equal(*chosen[-2:]), "each layer has a router of its own"
+
+
+def test_shapes_with_experts_read_what_a_token_of_their_models_reads():
+    experts = {name: shape for name, shape in SHAPES.items() if shape.experts}
+    read = {name: shape.intermediate + shape.experts_per_token * shape.neurons for name, shape in experts.items()}
+    assert read == {"qwen3-30b-a3b": 8 * 768, "gpt-oss-20b": 4 * 2880}
 
 
 # The head
@@ -159,6 +183,9 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
         (SPEC.replace("kv_heads=4", "kv_heads=5"), "heads must be a multiple of kv_heads, but 12 is not one of 5"),
         (SPEC.replace("hidden=72", "hidden=70"), "hidden must be a multiple of heads, but 70 is not one of 12"),
         (SPEC.replace("head_dim=16", "head_dim=9"), "head_dim must be even"),
+        (f"{SPEC},experts=4,experts_per_token=5,neurons=48", "experts_per_token=5 is more than the 4 experts"),
+        (f"{SPEC},experts=4,experts_per_token=2,neurons=50", "intermediate=96 must be a multiple of neurons=50"),
+        (f"{SPEC},experts=4", "experts_per_token must be a positive whole number, not 0"),
     ],
 )
 def test_shape_that_cannot_be_says_why(spec, message):

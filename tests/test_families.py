@@ -17,6 +17,7 @@ from graft.model.families import describe
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.llama import FastLayers
+from graft.model.network import Experts
 from graft.model.step import Chunk
 from proposers import random_tree, tree_of
 
@@ -60,7 +61,7 @@ def test_the_real_kernels_pass_the_check_on_load(name, dtype):
     assert likeness.why_unlike(model, what, FastLayers(what, exact=True)) is None
 
 
-SOME = ["gemma2", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "starcoder2"]
+SOME = ["gemma2", "gpt_oss", "glm4_moe", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "starcoder2"]
 
 
 @pytest.mark.parametrize("name", [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])])
@@ -116,6 +117,19 @@ def without_plus_one(name):
     return lambda layer: replace(layer, **{name: replace(getattr(layer, name), plus_one=False)})
 
 
+def of_experts(**changes):
+    return of_layers(
+        lambda layer: replace(layer, mlp=replace(layer.mlp, **changes)), lambda layer: isinstance(layer.mlp, Experts)
+    )
+
+
+def of_routers(**changes):
+    return of_layers(
+        lambda layer: replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, **changes))),
+        lambda layer: isinstance(layer.mlp, Experts),
+    )
+
+
 FAULTS = {
     "norms without the one that is added to weights": ("gemma3_text", of_layers(without_plus_one("pre"))),
     "norms after attention without it": ("gemma2", of_layers(without_plus_one("post"))),
@@ -166,6 +180,21 @@ FAULTS = {
     "another scale of what layers add": ("granite", of_layers(lambda layer: replace(layer, residual_scale=1.0))),
     "another scale of what layers give": ("gemma4_text", of_layers(lambda layer: replace(layer, output_scale=1.0))),
     "sides left out": ("gemma4_shared", of_layers(lambda layer: replace(layer, side=None))),
+    "experts' weights not normalised": ("qwen3_moe", of_routers(normalise=False)),
+    "experts' weights normalised": ("olmoe", of_routers(normalise=True)),
+    "experts' weights without their factor": ("glm4_moe", of_routers(factor=1.0)),
+    "an expert too few": ("mixtral", of_routers(top_k=1)),
+    "experts of all groups": ("glm4_moe", of_routers(top_groups=4)),
+    "a choice that is not corrected": ("minimax_m2", of_routers(correction=None)),
+    "another scoring of experts": ("ernie4_5_moe", of_routers(scoring="sigmoid")),
+    "scores of all experts": ("gpt_oss", of_routers(scoring="softmax")),
+    "routers without bias": ("gpt_oss", of_routers(bias=None)),
+    "no shared expert": ("ernie4_5_moe", of_experts(shared=None)),
+    "a shared expert that is not scaled": ("qwen2_moe", of_experts(shared_gate=None)),
+    "gates before ups": ("gpt_oss", of_experts(interleaved=False)),
+    "experts without biases": ("gpt_oss", of_experts(gate_up_bias=None)),
+    "no clamp": ("gpt_oss", of_experts(limit=9.0)),
+    "another alpha": ("gpt_oss", of_experts(alpha=1.0)),
     "another scale of embeddings": ("gemma", lambda what: replace(what, embedding_scale=1.0)),
     "another scale of logits": ("cohere", lambda what: replace(what, logit_scale=1.0)),
     "no cap of logits": ("gemma2", lambda what: replace(what, logit_softcap=None)),

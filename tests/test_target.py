@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import graft
+from families import EXPERTS, family_model
 from graft import Engine, GraftError
 from graft.model import TargetRunner
 from graft.tree.tree import DraftTree
@@ -19,15 +20,20 @@ from tiny import ARCHITECTURES, UNUSUAL_ARCHITECTURES, VOCAB, tiny_model
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 
 
+OTHER_EXPERTS = sorted(set(EXPERTS) - set(ARCHITECTURES))
+
+
 def transformers_answer(model, prompt, count):
     output = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [*ARCHITECTURES, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_EXPERTS)]
+)
 def test_greedy_text_is_that_of_transformers_generate_however_much_is_accepted(name):
     """An oracle's tree is accepted deep in every round, past wrong siblings, and past every sliding window."""
-    model = tiny_model(name)
+    model = family_model(name) if name in OTHER_EXPERTS else tiny_model(name)
     expected = transformers_answer(model, PROMPT, 40)
     for policy in ("off", RandomTrees(), "graft"):
         engine = Engine(model, policy=policy, budget=16 if policy == "graft" else None)

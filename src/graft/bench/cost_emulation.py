@@ -1,7 +1,8 @@
 """Cost emulation: widens a small model and its draft head to a large model's shape without changing their output.
 
 Text, drafts and accepted lengths stay the small model's. Memory traffic and arithmetic become the large shape's. Added
-weights are zero where they would change the small model's output, and random elsewhere.
+weights are zero where they would change the small model's output, and random elsewhere. So experts add nothing. Which
+ones a token has depends on its own hidden state, so a tree touches about as many as different tokens do.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from graft.bench.shapes import Shape
 from graft.device_info import free_memory
@@ -27,12 +27,16 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 _NOISE = 0.02  # standard deviation of random weights, small enough that no product overflows in any dtype
 _SEED = 0
+_NUM_COMMON = 8  # directions of the hidden states that no router sees
+_SAMPLED = (8, 64)  # texts and tokens that show these directions
 _ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # types that change each frequency by its own value only
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
-    """A Llama of this shape that computes what `model` computes, on the same device and in the same dtype.
+def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM | Glm4MoeForCausalLM:
+    """A model of this shape that computes what `model` computes, on the same device and in the same dtype.
+
+    It is a Llama, or, if there are experts, a GLM-4-MoE, which has an MLP for all tokens beside them.
 
     Added layers come after the model's own, so a head reads its features from the same layers.
     """
@@ -46,12 +50,15 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
     wide_config.update({**shape.attention_and_mlp, "num_hidden_layers": shape.layers})
     wide_config.rms_norm_eps = config.rms_norm_eps * small.hidden / shape.hidden
     with torch.device("meta"):  # no memory yet: `_Widener` makes each weight once
-        wide = LlamaForCausalLM(wide_config)
+        wide = _with_experts(wide_config, shape) if shape.experts else LlamaForCausalLM(wide_config)
     _check_room(wide, model)
 
     widener = _Widener(small, shape, like=model.lm_head.weight)
+    common = _common_directions(model) if shape.experts else []
     for place, layer in enumerate(wide.model.layers):
         widener.layer(layer, model.model.layers[place] if place < small.layers else None, widener.channels)
+        if shape.experts:
+            widener.experts(layer.mlp, common[min(place, small.layers)])
     tokens = torch.arange(config.vocab_size)
     widener.norm(wide.model.norm, model.model.norm, widener.channels)
     widener.fill(wide.model.embed_tokens, model.model.embed_tokens, tokens, widener.channels, noise=False)
@@ -59,15 +66,49 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
         wide.lm_head.weight = wide.model.embed_tokens.weight
     else:
         widener.fill(wide.lm_head, model.lm_head, tokens, widener.channels)
-    wide.model.rotary_emb = LlamaRotaryEmbedding(wide_config).to(model.device)
+    wide.model.rotary_emb = type(wide.model.rotary_emb)(wide.config).to(model.device)
     wide.generation_config = model.generation_config
     speed_up(wide)
     return wide.eval()
 
 
+def _with_experts(config: Any, shape: Shape) -> Glm4MoeForCausalLM:
+    own = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    own["rope_parameters"] = {**config.rope_parameters, "partial_rotary_factor": 1.0}
+    return Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **own,
+            n_routed_experts=shape.experts,
+            num_experts_per_tok=shape.experts_per_token,
+            moe_intermediate_size=shape.neurons,
+            n_shared_experts=shape.intermediate // shape.neurons,
+            first_k_dense_replace=0,
+        )
+    )
+
+
+def _common_directions(model: Any) -> list[Tensor]:
+    """The strongest directions [n, H] of what each layer's MLP reads, and of the last hidden state, in sampled texts.
+
+    By them a router would send most tokens to the same few experts, which no trained router does.
+    """
+    inputs: list[Tensor] = []
+    norms = [*(layer.post_attention_layernorm for layer in model.model.layers), model.model.norm]
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(_SEED)
+        starts = torch.randint(model.config.vocab_size, (_SAMPLED[0], 1)).to(model.device)
+        mask = torch.ones_like(starts)
+        texts = model.generate(starts, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=_SAMPLED[1])
+    hooks = [norm.register_forward_hook(lambda _, __, output: inputs.append(output.flatten(0, 1))) for norm in norms]
+    model(texts)
+    for hook in hooks:
+        hook.remove()
+    return [torch.linalg.svd(each.float().cpu(), full_matrices=False).Vh[:_NUM_COMMON] for each in inputs]
+
+
 @torch.no_grad()
 def widen_head(
-    head: Eagle3Head | BlockHead, target: PreTrainedModel, shape: Shape, model: LlamaForCausalLM
+    head: Eagle3Head | BlockHead, target: PreTrainedModel, shape: Shape, model: LlamaForCausalLM | Glm4MoeForCausalLM
 ) -> Eagle3Head | BlockHead:
     """A head for `model`, the widened target, that drafts what `head` drafts, with as many layers.
 
@@ -163,6 +204,7 @@ class _Widener:
         """like: a tensor with the device and dtype of all new weights."""
         self._small, self._wide, self._like = small, wide, like
         self._random = torch.Generator(like.device).manual_seed(_SEED)
+        self._routers = torch.Generator().manual_seed(_SEED)
         self.channels = torch.arange(small.hidden)
         self._neurons = torch.arange(small.intermediate)
         kv_heads = torch.arange(small.kv_heads)
@@ -183,7 +225,7 @@ class _Widener:
         """Fill a decoder layer so that it computes what `small` does, or adds nothing. inputs: attention's columns."""
 
         def project(name: str, rows: Tensor, columns: Tensor, scale: float = 1.0, **options: Any) -> None:
-            own = small.get_submodule(name) if small is not None else None
+            own = small.get_submodule(name.replace("shared_experts.", "")) if small is not None else None
             self.fill(wide.get_submodule(name), own, rows, columns, scale=scale, **options)
 
         # Scores are divided by sqrt(head_dim), so queries are scaled. Queries of the small model are zero in the added
@@ -195,12 +237,26 @@ class _Widener:
             self.norm(wide_norm, own_norm, self._within, factor)
         project("self_attn.v_proj", self._keys, inputs)
         project("self_attn.o_proj", self.channels, self._queries, noise=False)
-        project("mlp.gate_proj", self._neurons, self.channels)
-        project("mlp.up_proj", self._neurons, self.channels)
-        project("mlp.down_proj", self.channels, self._neurons, noise=False)
+        mlp = "mlp.shared_experts" if self._wide.experts else "mlp"
+        project(f"{mlp}.gate_proj", self._neurons, self.channels)
+        project(f"{mlp}.up_proj", self._neurons, self.channels)
+        project(f"{mlp}.down_proj", self.channels, self._neurons, noise=False)
         for name, norm in wide.named_children():
             if "norm" in name:
                 self.norm(norm, getattr(small, name, None), self.channels)
+
+    def experts(self, wide: nn.Module, common: Tensor) -> None:
+        """Fill experts that add nothing, and a random router that does not see the common directions [n, H]."""
+        router, experts = wide.get_submodule("gate"), wide.get_submodule("experts")
+        self.fill(router, None, self.channels, self.channels)
+        rows = torch.randn(self._wide.experts, self._small.hidden, generator=self._routers) / self._small.hidden**0.5
+        router.get_parameter("weight")[:, self.channels] = (rows - rows @ common.T @ common).to(self._like)
+        router.register_buffer("e_score_correction_bias", self._like.new_zeros(self._wide.experts, dtype=torch.float32))
+        for name, noise in (("gate_up_proj", True), ("down_proj", False)):
+            weight = self._like.new_zeros(experts.get_parameter(name).shape)
+            if noise:
+                weight.normal_(0, _NOISE, generator=self._random)
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
 
     def norm(self, wide: nn.Module, small: nn.Module | None, places: Tensor, scale: float = 1.0) -> None:
         """Fill an RMS norm. Added zeros lower the mean square; smaller weights and a smaller eps make up for that."""

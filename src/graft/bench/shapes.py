@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from graft.spec_decode.proposers.draft_head import HeadConfig
 
 
+_OF_EXPERTS = ("experts", "experts_per_token", "neurons")
+
+
 @dataclass(frozen=True)
 class Shape(Settings):
-    """Sizes of a Llama's layers, which decide its cost, without the vocabulary."""
+    """Sizes of a model's layers, which decide its cost, without the vocabulary."""
 
     layers: int
     hidden: int
@@ -24,10 +27,22 @@ class Shape(Settings):
     heads: int
     kv_heads: int
     head_dim: int
+    # Experts beside an MLP for all tokens, which has `intermediate` neurons; 0: there are none.
+    experts: int = 0
+    experts_per_token: int = 0
+    neurons: int = 0  # of an expert; `intermediate` is a multiple of it
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_size(field.name, getattr(self, field.name))
+            if field.name not in _OF_EXPERTS or self.experts:
+                check_size(field.name, getattr(self, field.name))
+        if self.experts:
+            is_whole = self.intermediate % self.neurons == 0
+            require(is_whole, f"intermediate={self.intermediate} must be a multiple of neurons={self.neurons}")
+            require(
+                self.experts_per_token <= self.experts,
+                f"experts_per_token={self.experts_per_token} is more than the {self.experts} experts",
+            )
         for whole, part in (("heads", "kv_heads"), ("hidden", "heads")):
             all_of, each = getattr(self, whole), getattr(self, part)
             require(all_of % each == 0, f"{whole} must be a multiple of {part}, but {all_of} is not one of {each}")
@@ -44,7 +59,7 @@ class Shape(Settings):
             key, _, value = part.partition("=")
             number = value.strip()
             numbers[key.strip()] = int(number) if number.isdecimal() else number
-        if missing := [field.name for field in fields(Shape) if field.name not in numbers]:
+        if missing := [field.name for field in fields(Shape) if field.name not in {*numbers, *_OF_EXPERTS}]:
             raise GraftError(f"shape {name!r} lacks {', '.join(missing)}")
         return Shape.of(numbers)
 
@@ -83,4 +98,9 @@ SHAPES = {
     "llama-1b5": Shape(layers=32, hidden=2048, intermediate=5632, heads=32, kv_heads=8, head_dim=64),
     "llama-8b": Shape(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128),
     "qwen-32b": Shape(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128),
+    # With heads of 128 numbers in place of 256, so that a small model's nine heads fit.
+    "gemma3-4b": Shape(layers=34, hidden=2560, intermediate=10240, heads=16, kv_heads=4, head_dim=128),
+    # A small model's MLP has the place of two of the 8 experts of a token, or of one of 4; all tokens read it.
+    "qwen3-30b-a3b": Shape(48, 2048, 1536, 32, 4, 128, experts=126, experts_per_token=6, neurons=768),
+    "gpt-oss-20b": Shape(24, 2880, 2880, 64, 8, 64, experts=31, experts_per_token=3, neurons=2880),
 }

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from graft.model.network import Activation, Attention, Layer, Mlp, Network, Norm, Rotary, Side, SideInputs
+from graft.model import expert_families
+from graft.model.expert_families import ROUTERS
+from graft.model.network import Activation, Attention, Experts, Layer, Mlp, Network, Norm, Rotary, Side, SideInputs
 from graft.model.overrides import owners_attention
 from graft.model.plain_modules import changed_module, has_only_weights, written_in
 
@@ -77,12 +79,14 @@ _UNGATED = Family(up=("up_proj",), gated=False)
 # By the first part of the names of a family's classes.
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "SeedOss", "Cwm", "Ministral", "Granite"), Family()),
-    **dict.fromkeys(("Mistral", "Ministral3"), Family(config_window=True)),
+    **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe", "Dots1", "MiniMaxM2"), Family()),
+    **dict.fromkeys(("Mistral", "Ministral3", "Mixtral"), Family(config_window=True)),
     "Arcee": _UNGATED,
     "Nemotron": replace(_UNGATED, plus_one=True),
     "SmolLM3": Family(turns_if="use_rope"),
     "Exaone4": replace(_AFTER, turns_if="is_sliding"),
-    "Ernie4_5": Family(interleaved=True, wide=True),
+    **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True, wide=True)),
+    "GptOss": Family(rounds=False),
     "Helium": Family(rounds=False, interleaved=True),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), norms_turned=True),
     "Gemma": _GEMMA,
@@ -124,13 +128,16 @@ def describe(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> Net
         raise NotDescribedError(f"{type(model).__name__} is not of a family that is described")
     if (touched := changed_module(model)) is not None:
         raise NotDescribedError(f"{touched} has a hook or a forward of its own")
-    if any(written_in(getattr(sys.modules[own], each)) != own for each in _FUNCTIONS):
+    functions = [vars(sys.modules[own])[each] for each in _FUNCTIONS if each in vars(sys.modules[own])]
+    if any(written_in(function) != own for function in functions):
         raise NotDescribedError(f"a function of {own} was replaced")
     try:
-        network = _Reader(FAMILIES[name], text, outer, linear).network()
+        network = _Reader(name, text, outer, linear).network()
     except (AttributeError, KeyError, TypeError) as error:  # of another release of transformers
         raise NotDescribedError(f"its modules are not those that are known of {name} models: {error}") from error
-    weights = [*text.parameters(), *outer.lm_head.parameters()]
+    routers = [layer.mlp.router for layer in network.layers if isinstance(layer.mlp, Experts)]
+    others = {id(each) for router in routers for each in (router.weight, router.correction)}  # may be in float32
+    weights = [each for each in (*text.parameters(), *outer.lm_head.parameters()) if id(each) not in others]
     kinds = {(weight.device, weight.dtype) for weight in weights}
     if len(kinds) > 1 or weights[0].dtype not in DTYPES or any(type(weight) is not nn.Parameter for weight in weights):
         raise NotDescribedError("its weights have several dtypes or devices, or an unsupported type")
@@ -145,8 +152,9 @@ def _refuse_if(condition: bool, reason: str) -> None:
 class _Reader:
     """Reads the modules of one model."""
 
-    def __init__(self, family: Family, text: Any, outer: Any, linear: type[nn.Linear]) -> None:
-        self._family, self._text, self._outer, self._linear = family, text, outer, linear
+    def __init__(self, name: str, text: Any, outer: Any, linear: type[nn.Linear]) -> None:
+        self._family, self._routers = FAMILIES[name], ROUTERS.get(name)
+        self._text, self._outer, self._linear = text, outer, linear
         self._config = outer.config.get_text_config()
         self._own = type(text).__module__
 
@@ -204,7 +212,7 @@ class _Reader:
         for number, layer in enumerate(self._text.layers):
             attention = layer.self_attn
             _refuse_if(attention.layer_idx != number, "its layers are not numbered in their order")
-            kinds.add((type(layer), type(attention), type(layer.mlp)))
+            kinds.add((type(layer), type(attention)))
             layer_type = layer_types[number]
             shared = sources.get(layer_type) if getattr(attention, "is_kv_shared_layer", False) else None
             if shared is None:
@@ -221,7 +229,7 @@ class _Reader:
                 mixer=self._attention(attention, layer_type, shared),
                 post=norms[1],
                 pre_mlp=norms[2],
-                mlp=self._mlp(layer.mlp),
+                mlp=self._mlp_or_experts(layer.mlp),
                 post_mlp=norms[3],
                 parallel=parallel,
                 residual_scale=getattr(layer, "residual_multiplier", 1.0),
@@ -317,6 +325,16 @@ class _Reader:
         if norm is None or norm.weight is None:
             return norm
         return replace(norm, over_all=norm.weight.dim() == 1 and norm.weight.numel() > head_dim)
+
+    def _mlp_or_experts(self, block: Any) -> Mlp | Experts:
+        if self._routers is None or not hasattr(block, "experts"):
+            return self._mlp(block)
+        if getattr(block, "shared_expert_gate", None) is not None:
+            self._product(block.shared_expert_gate)
+        experts = expert_families.read_experts(block, self._routers, self._check_own, self._activation, self._mlp)
+        if (reason := expert_families.why_not(experts)) is not None:
+            raise NotDescribedError(reason)
+        return experts
 
     def _mlp(self, mlp: Any) -> Mlp:
         self._check_own(mlp, "MLP")

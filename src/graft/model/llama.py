@@ -24,6 +24,7 @@ from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels.matmul import Products, can_multiply
 from graft.model.kv_cache import PAGE, Pair
 from graft.model.layout import Layout
+from graft.model.mixture import Mixture
 
 _MAX_HOLES = 2**31  # bytes of free memory between allocations
 Stored = Sequence[Pair] | Mapping[Any, Pair]  # keys and values by layer, each [slots, kv_heads, head_dim]
@@ -56,6 +57,31 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Dense:
+    """An MLP's weights, as products take them: [outputs, inputs], and biases [outputs]."""
+
+    what: network.Mlp
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, what: network.Mlp) -> Dense:
+        up = fuse_parameters([part.weight for part in what.up])
+        return cls(what, up, _biases(what.up), what.down.weight.detach(), _biases((what.down,)))
+
+    def __call__(self, x: Tensor, multiply: Products) -> Tensor:
+        inner = multiply.activate(x, self.up, self.up_bias, self.what.activation, self.what.gated)
+        return multiply(inner, self.down, self.down_bias)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those that `Products` multiplies by."""
+        return self.up, self.down
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer's weights, as products take them: [outputs, inputs], and biases [outputs]."""
 
@@ -64,29 +90,28 @@ class Layer:
     qkv_bias: Tensor | None
     o: Tensor
     o_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    mlp: Dense | Mixture
 
     @classmethod
     def of(cls, what: network.Layer, qkv: Tensor | None = None) -> Layer:
         """Concatenate a layer's weights. qkv: those of queries, keys and values, if the caller has done so."""
         attention, mlp = what.mixer, what.mlp
+        own: Dense | Mixture
         if isinstance(mlp, network.Experts):
-            raise NotImplementedError("experts")
+            own = Mixture(mlp, Dense.of(mlp.shared) if mlp.shared is not None else None)
+        else:
+            own = Dense.of(mlp)
         return cls(
             what,
             fuse_parameters([part.weight for part in attention.qkv]) if qkv is None else qkv,
             _biases(attention.qkv),
-            *(attention.o.weight.detach(), _biases((attention.o,))),
-            *(fuse_parameters([part.weight for part in mlp.up]), _biases(mlp.up)),
-            *(mlp.down.weight.detach(), _biases((mlp.down,))),
+            *(attention.o.weight.detach(), _biases((attention.o,)), own),
         )
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        return self.qkv, self.o, self.up, self.down
+        """Those that `Products` multiplies by."""
+        return self.qkv, self.o, *self.mlp.weights
 
 
 @dataclass(frozen=True)
@@ -106,7 +131,9 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[Layer], multiply: Products) -> None:
         self.layers, self._multiply = layers, multiply
-        self._is_small = sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
+        # A layer of experts is many small kernels, whatever its size.
+        has_experts = any(isinstance(layer.mlp, Mixture) for layer in layers)
+        self._is_small = has_experts or sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
 
     def __call__(
         self,
@@ -166,9 +193,11 @@ class LayerStack:
         attended = attend_in_store(qkv, keys, values, step, rotary, what.mixer, seen=seen, scratch=scratch)
         delta = multiply(attended, layer.o, layer.o_bias)
         if what.parallel is not None:
-            return stream, Addition(delta, None, self._mlp(layer, normed), what.parallel == "sum", what.residual_scale)
+            return stream, Addition(
+                delta, None, layer.mlp(normed, multiply), what.parallel == "sum", what.residual_scale
+            )
         stream, normed = _add(stream, Addition(delta, what.post, scale=what.residual_scale), what.pre_mlp)
-        delta = self._mlp(layer, normed)
+        delta = layer.mlp(normed, multiply)
         return stream, Addition(delta, what.post_mlp, None, False, what.residual_scale, what.output_scale)
 
     def _run_side(self, side: network.Side, stream: Tensor, last: Addition, given: Tensor) -> tuple[Tensor, Addition]:
@@ -177,12 +206,6 @@ class LayerStack:
         inner = self._multiply.activate(stream, side.up.weight.detach(), None, side.activation, False)
         delta = self._multiply(inner * given, side.down.weight.detach())
         return stream, Addition(delta, side.post, output_scale=last.output_scale)
-
-    def _mlp(self, layer: Layer, normed: Tensor) -> Tensor:
-        mlp = layer.what.mlp
-        assert isinstance(mlp, network.Mlp)
-        inner = self._multiply.activate(normed, layer.up, layer.up_bias, mlp.activation, mlp.gated)
-        return self._multiply(inner, layer.down, layer.down_bias)
 
 
 def _add(stream: Tensor, last: Addition | None, norm: network.Norm | None) -> tuple[Tensor, Tensor]:

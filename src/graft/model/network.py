@@ -103,14 +103,21 @@ class Router:
 
     weight: Tensor  # [E, H]
     bias: Tensor | None  # [E] of the logits
-    correction: Tensor | None  # [E] added to scores for the choice only
+    correction: Tensor | None  # [E], or [1, E], added to scores for the choice only
     scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"]
     top_k: int
     groups: int = 1  # of experts, of which only those of the best `top_groups` are chosen from
     top_groups: int = 1
-    normalise: bool = False  # weights of the chosen sum to 1
+    normalise: bool = False  # divide weights by their sum, which is at least `least_sum`, plus `added_to_sum`
+    least_sum: float = 0.0
+    added_to_sum: float = 0.0
     factor: float = 1.0  # of the weights
-    wide: bool = False  # logits and weights are computed in float32
+    wide: bool = False  # logits stay in float32; otherwise they are rounded to the dtype
+    wide_weights: bool = False  # so do weights, and the experts' weighted results
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weight)
 
 
 @dataclass(frozen=True)

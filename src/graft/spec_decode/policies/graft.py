@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graft.model import TargetRunner
 from graft.spec_decode.calibration import PathCalibration
+from graft.spec_decode.expert_costs import shape_for
 from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
@@ -39,7 +40,7 @@ class Graft(Policy):
         self.sources, self.calibration = calibrated(num_passes > 0, self.copies, bool(self.tables))
         self.path_calibration = PathCalibration()
         self.planner = Planner(
-            StepTimes(target.step_sizes, usual_shape(target.device.type)),
+            StepTimes(target.step_sizes, shape_for(target.model, usual_shape(target.device.type))),
             num_passes,
             self.calibration,
             self.path_calibration,
