@@ -26,8 +26,8 @@ ODD: dict[str, tuple[str, dict[str, object]]] = {
     "glm4": ("glm4", {"head_dim": 40, "intermediate_size": 37, "num_hidden_layers": 3}),
     "gemma2": ("gemma2", {"head_dim": 6, "hidden_size": 28}),
     "cohere with norms of heads": ("cohere", {"use_qk_norm": True, "hidden_size": 60}),
-    "experts": ("qwen2_moe", {"hidden_size": 36, "moe_intermediate_size": 37, "shared_expert_intermediate_size": 21}),
-    "experts with gates and ups in turns": ("gpt_oss", {"hidden_size": 36, "intermediate_size": 37}),
+    "experts": ("qwen2_moe", {"hidden_size": 36, "moe_intermediate_size": 44, "shared_expert_intermediate_size": 21}),
+    "experts with gates and ups in turns": ("gpt_oss", {"hidden_size": 36, "intermediate_size": 44}),
     "a window of more than a page": ("mistral", {"sliding_window": PAGE + 9}),
 }
 
