@@ -669,8 +669,8 @@ _FAULTS = r"""
 -    const Rotary *rotary = &rotaries[layer->rotary];
 +    const Rotary *rotary = &rotaries[0];
 # CPU layers: neighbours are not turned together
--    const long step = layer->is_interleaved ? 2 : 1, apart = layer->is_interleaved ? 1 : half;
-+    const long step = 1, apart = half;
+-        for (long d = 0; d < half && !layer->is_interleaved; d += LANES) {
++        for (long d = 0; d < half; d += LANES) {
 # CPU layers: logits are not scaled
 -            const vec y = load(at, end - i) * scale;
 +            const vec y = load(at, end - i);

@@ -250,13 +250,17 @@ static void rotate(float *x, const Layer *layer, long heads, const Rotary *rotar
     const long half = layer->rotary_dims / 2, last = rotary->num_positions - 1;
     const float *cos = rotary->cos + (position < last ? position : last) * half;
     const float *sin = rotary->sin + (position < last ? position : last) * half;
-    const long step = layer->is_interleaved ? 2 : 1, apart = layer->is_interleaved ? 1 : half;
-    for (long head = 0; head < heads; head++, x += layer->head_dim)
-        for (long d = 0; d < half; d++) {
-            const float a = x[d * step], b = x[d * step + apart];
-            x[d * step] = a * cos[d] - b * sin[d];
-            x[d * step + apart] = b * cos[d] + a * sin[d];
+    for (long head = 0; head < heads; head++, x += layer->head_dim) {
+        for (long d = 0; d < half && layer->is_interleaved; d++) {
+            const float a = x[2 * d], b = x[2 * d + 1];
+            x[2 * d] = a * cos[d] - b * sin[d], x[2 * d + 1] = b * cos[d] + a * sin[d];
         }
+        for (long d = 0; d < half && !layer->is_interleaved; d += LANES) {
+            const vec a = load(x + d, half - d), b = load(x + half + d, half - d);
+            const vec c = load(cos + d, half - d), s = load(sin + d, half - d);
+            store(x + d, a * c - b * s, half - d), store(x + half + d, b * c + a * s, half - d);
+        }
+    }
 }
 
 /* Norm and rotate heads of a token, in the layer's order. */

@@ -235,6 +235,7 @@ class CpuLayers:
         )
 
     def _run(self, given: _Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `run_layers`."""
         compiled, c, stream, sides = library(), self._c, given.stream, given.sides
         count, positions = len(stream), given.positions.contiguous()
         assert compiled is not None and (compiled.page, compiled.max_dim) == (PAGE, MAX_HEAD_DIM)
