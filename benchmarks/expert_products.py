@@ -20,8 +20,10 @@ from common import DEVICE, command_line, copy_bandwidth, device_name, microsecon
 from torch import Tensor
 
 from graft.model.kernels import experts as kernels
+from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap, routing
 from graft.model.kernels.experts import Tile, tiles_for
+from graft.model.kernels.mixed import Mixed
 from graft.model.kernels.routing import Choice, Groups
 from graft.model.network import Router
 
@@ -125,6 +127,7 @@ class Case:
         self.groups: Groups | None = self.group()
         self.active = self.up()
         self.results = self.down()
+        self.nothing = torch.zeros_like(x)
 
     def choose(self) -> Choice:
         return routing.choose(self.x, self.router)
@@ -142,7 +145,8 @@ class Case:
         return kernels.multiply(self.active, layer.down, self.choice, self.groups, tile, layer.biases[1])
 
     def add(self) -> Tensor:
-        return kernels.combine(self.results, self.choice, None, self.router.wide_weights)
+        mixed = Mixed(self.results, self.choice.weights, self.router.wide_weights)
+        return layer_kernels.add_norm(self.nothing, mixed, None)[0]
 
     def run(self) -> Tensor:
         """All of the layer, from new memory."""
@@ -213,8 +217,9 @@ def tiles_to_try(tokens: int, parts: int) -> Iterator[Tile]:
             size = (parts * outputs + tokens) * inputs * 2
             for memory in (227 * 1024, 113 * 1024):
                 stages = min((memory - 1024) // size, 8)
-                if stages >= 2 and (outputs == 64 or parts == 1):
-                    yield Tile(tokens, outputs, inputs, 4, stages)
+                is_wide = parts * outputs > 128  # too many numbers for four warps
+                if stages >= 2 and (tokens >= 64 or not is_wide):
+                    yield Tile(tokens, outputs, inputs, 8 if is_wide else 4, stages)
 
 
 if __name__ == "__main__":

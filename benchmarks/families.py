@@ -136,7 +136,7 @@ def measure(name: str, model: PreTrainedModel, bandwidth: float, options: argpar
     print(f"{name}, {size:.1f} billion weights: {'fused layers' if reason is None else reason}", flush=True)
     steps: dict[str, Any] = {}
     for width in (1, 2) if options.dry_run else WIDTHS:
-        cache, tree = target.open(1, context + width), step_time.trees_of(width, 1)
+        cache, tree = target.open(1, context + width), step_time.trees_of(width, 1, target.vocab_size)
         for stored in (part for pair in cache.store.pairs for part in pair):
             stored.normal_()
         cache.rows[0].length = context

@@ -118,7 +118,7 @@ def time_step(
         stored.normal_()
     for row in cache.rows:
         row.length = context
-    tree = trees_of(width, options.rows)
+    tree = trees_of(width, options.rows, target.vocab_size)
     run = captured(target, cache, tree)
 
     def verify() -> None:
@@ -182,12 +182,13 @@ def time_draft_pass(name: str, target: CapturedTarget, context: int, options: ar
     return {"shape": name, "context": context, "rows": num_rows, "us_without_and_with_noise_by_bits": times}
 
 
-def trees_of(width: int, rows: int) -> DraftTree:
-    """The same random tree for every row. Its tokens do not matter for the time."""
+def trees_of(width: int, rows: int, vocab_size: int) -> DraftTree:
+    """The same random tree for every row, of different tokens, since equal ones would have the same experts."""
     paths = random_tree(width).paths
     parents = torch.tensor([[([0, *path])[-2] for path in paths]]).repeat(rows, 1)
     zeros = torch.zeros_like(parents)
-    return DraftTree(max(map(len, paths)), zeros, parents, zeros.float(), zeros, zeros)
+    tokens = torch.randint(vocab_size, zeros.shape, generator=torch.Generator().manual_seed(width))
+    return DraftTree(max(map(len, paths)), tokens, parents, zeros.float(), zeros, zeros)
 
 
 def captured(target: CapturedTarget, cache: KVCache, tree: DraftTree) -> Run:

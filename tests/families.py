@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tiny import tiny_model
 
@@ -50,6 +50,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "initial_context_length": 64,
     },
 }
+_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [4.0] * 8},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -60,6 +64,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": _WINDOWS,
     "ministral3": {"sliding_window": 8, "rope_parameters": {**_SCALING, "original_max_position_embeddings": 4}},
     "arcee": {},
+    "jais2": {},
+    "granite_swa": {"sliding_window": 8},
     "nemotron": {"partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "exaone4": _WINDOWS,
@@ -77,6 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_shared": {**_GEMMA4, **_SHARED, **_SIDES, "model_type": "gemma4_text"},
     "phi": _PARTIAL,
     "phi3": {**_PARTIAL, "sliding_window": 8},
+    "phi3_long": {"model_type": "phi3", "max_position_embeddings": 256, "rope_parameters": _LONG},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "olmo": {},
@@ -93,6 +100,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm_parallel": {**_PARTIAL, "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
     **EXPERTS,
 }
+FAMILIES = {name: options for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING}
+EXPERTS = {name: options for name, options in EXPERTS.items() if name in FAMILIES}
 
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS
+from graft.model.kernels.mixed import Mixed
 from graft.model.layout import Layout
 from graft.model.network import Attention, Norm
 from graft.model.noise import gumbel_noise, noise_of_tokens
@@ -55,7 +56,7 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 
 def add_norm(
     stream: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Mixed | None,
     norm: Tensor | Norm | None,
     eps: float = 0.0,
     total: Tensor | None = None,
@@ -68,6 +69,7 @@ def add_norm(
     output_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     added = stream
+    delta = summed(delta) if isinstance(delta, Mixed) else delta
     if delta is not None:
         delta = (delta if post is None else normed_by(post, delta)) * scale
         if more is not None and sum_first:
@@ -85,6 +87,18 @@ def add_norm(
         for out, new in zip((total, normed), results, strict=True)
     )
     return total, normed
+
+
+def summed(mixed: Mixed) -> Tensor:
+    results, total = mixed.results.unflatten(0, mixed.weights.shape), 0.0
+    for number in range(results.shape[1]):
+        part = results[:, number].float() * mixed.weights[:, number, None]
+        total = total + (part if mixed.wide else part.to(results.dtype).float())
+    total = total.to(results.dtype)
+    if mixed.shared is None:
+        return total
+    gates = 1.0 if mixed.gates is None else mixed.gates.to(results.dtype).float().sigmoid().to(results.dtype)[:, None]
+    return total + gates * mixed.shared
 
 
 def rotate_and_store(

@@ -12,15 +12,18 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+import plain_kernels
 from attention_problems import DEVICE
 from families import EXPERTS, family_model
 from graft.model.families import NotDescribedError, describe
 from graft.model.kernels import experts as kernels
+from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import routing
 from graft.model.kernels.experts import Tile
 from graft.model.kernels.matmul import Products
+from graft.model.kernels.mixed import Mixed
 from graft.model.kernels.routing import Choice
-from graft.model.llama import Dense
+from graft.model.llama import Dense, fuse_parameters
 from graft.model.mixture import Mixture
 from graft.model.network import Experts, Router
 
@@ -43,8 +46,16 @@ def described(name: str, dtype: torch.dtype = torch.float32) -> tuple[Experts, C
 
 
 def mixture(experts: Experts) -> Callable[[Tensor], Tensor]:
-    run = Mixture(experts, Dense.of(experts.shared) if experts.shared is not None else None)
-    return lambda x: run(x, Products(torch.device(DEVICE), always=True))
+    gate, shared = experts.shared_gate, Dense.of(experts.shared) if experts.shared is not None else None
+    weight = fuse_parameters([experts.router.weight, gate.weight]) if gate is not None else None
+    run = Mixture(experts, shared, weight)
+    return lambda x: summed(run(x, Products(torch.device(DEVICE), always=True)))
+
+
+def summed(mixed: Mixed) -> Tensor:
+    """The sum, added to nothing."""
+    results, weights = mixed.results, mixed.weights
+    return layer_kernels.add_norm(torch.zeros_like(results[: len(weights)]), mixed, None)[0]
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float32, size: int = 64) -> Tensor:
@@ -83,6 +94,19 @@ def test_a_token_has_the_same_bits_alone_and_in_any_company(name):
     for place in (0, 33, 69):
         assert torch.equal(run(x[place : place + 1])[0], together[place])
     assert torch.equal(run(x[20:25]), together[20:25])
+
+
+def test_weights_that_are_stored_anew_are_still_the_models_own(tmp_path):
+    model = family_model("gpt_oss")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    experts = describe(model).layers[0].mlp
+    Mixture(experts)
+    address = experts.gate_up.data_ptr()
+    Mixture(experts)
+    assert experts.gate_up.data_ptr() == address, "once is enough"
+    model.save_pretrained(tmp_path)
+    for own in (model, type(model).from_pretrained(tmp_path)):
+        assert all(torch.equal(weight, before[name]) for name, weight in own.named_parameters())
 
 
 def test_experts_whose_rows_the_device_cannot_load_in_blocks_are_refused():
@@ -199,15 +223,7 @@ def test_results_are_added_in_the_order_of_the_tokens_own_experts(wide):
     weights = torch.rand(3, 4, device=DEVICE)
     shared = torch.randn(3, 50, device=DEVICE).to(SIXTEEN_BITS)
     gates = torch.randn(3, device=DEVICE)
-    choice = Choice(torch.tensor([[3, 0, 2, 1]] * 3, dtype=torch.int32, device=DEVICE), weights, gates)
-    total = torch.zeros(3, 50, device=DEVICE)
-    for number in range(4):
-        part = results.view(3, 4, 50)[:, number].float() * weights[:, number, None]
-        total += part if wide else part.to(SIXTEEN_BITS).float()
-    scaled = gates.to(SIXTEEN_BITS).float().sigmoid().to(SIXTEEN_BITS)[:, None] * shared
-    expected = total.to(SIXTEEN_BITS) + scaled
-    assert torch.equal(kernels.combine(results, choice, shared, wide), expected)
-    alone = replace(choice, gates=None)
-    assert torch.equal(kernels.combine(results, alone, None, wide), total.to(SIXTEEN_BITS))
+    for given in (Mixed(results, weights, wide, shared, gates), Mixed(results, weights, wide)):
+        assert torch.equal(summed(given), plain_kernels.summed(given))
     large = torch.tensor([1e8, 1, -1e8, 1], device=DEVICE).repeat(3)[:, None]  # in another order the sum is 0 or 2
-    assert kernels.combine(large, replace(alone, weights=torch.ones_like(weights)), None, wide).tolist() == [[1]] * 3
+    assert summed(Mixed(large, torch.ones_like(weights), wide)).tolist() == [[1]] * 3

@@ -1,8 +1,12 @@
 """Families of models in fused layers on a GPU: the same logits as transformers, and a check on load that sees what
 differs."""
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +15,16 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from captured_parts import DEVICE, SmallTarget
-from families import FAMILIES, family_model
+from families import FAMILIES, family_model, varied
 from graft.model import TargetRunner, likeness
-from graft.model.families import describe
+from graft.model.families import describe, why_not
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.llama import FastLayers
 from graft.model.network import Experts
 from graft.model.step import Chunk
 from proposers import random_tree, tree_of
+from tiny import tiny_multimodal
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]  # the interpreter has no bfloat16
@@ -61,6 +66,21 @@ def test_the_real_kernels_pass_the_check_on_load(name, dtype):
     assert likeness.why_unlike(model, what, FastLayers(what, exact=True)) is None
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_the_text_model_of_one_that_sees_images_is_fused(kind, plain):
+    model = varied(tiny_multimodal(kind)).to(DEVICE)
+    fast = SmallTarget(model, chunk_size=7)
+    found, expected = results_of(fast), results_of(TargetRunner(model))
+    assert fast.not_fused is None
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_of_another_class_is_left_to_its_own_code():
+    model = family_model("llama")
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "somewhere"})
+    assert "not of a family" in why_not(model)
+
+
 SOME = ["gemma2", "gpt_oss", "glm4_moe", "gemma4_shared", "olmo3", "cohere2", "phi3", "ministral3", "starcoder2"]
 
 
@@ -85,6 +105,16 @@ def two_layers(name):
         return {}
     types = {"layer_types": ["sliding_attention", "full_attention"]} if "layer_types" in FAMILIES[name] else {}
     return {"num_hidden_layers": 2, **types}
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("compiled.py"))
+    done = subprocess.run([sys.executable, script, *SOME], env=environment, capture_output=True, text=True)
+    if "ptxas" in done.stderr or "libtriton" in done.stderr:
+        pytest.skip("this Triton cannot compile for NVIDIA GPUs")
+    assert done.returncode == 0, done.stderr
 
 
 # The check on load
@@ -248,6 +278,18 @@ def test_the_check_leaves_the_model_as_it_was(plain):
 
 
 # Kernels beside those of a Llama
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma4_text", "olmo2", "cohere", "nemotron", "starcoder2"])
+def test_norms_round_where_their_modules_round(name):
+    what = describe(family_model(name).to(DEVICE, DTYPES[1]))
+    norm = what.layers[0].pre or what.layers[0].post
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPES[1])
+
+    def share_of_same_bits(norm):
+        return float((layer_kernels.add_norm(x, None, norm)[1] == norm.module(x)).float().mean())
+
+    assert share_of_same_bits(norm) > 0.99 > share_of_same_bits(replace(norm, rounds=not norm.rounds))
 
 
 @pytest.mark.parametrize("size", [40, 64])

@@ -345,6 +345,7 @@ class CapturedTarget(TargetRunner):
         config, like = self.model.config.get_text_config(), next(self.model.parameters())
         heads, size = config.num_attention_heads, like.element_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = max(head_dim, getattr(config, "global_head_dim", None) or 0)  # Gemma 4 has two sizes
         most = max_tokens + min(LONG_TEXT, self.max_positions or LONG_TEXT)
         splits = attention_kernels.tiles_for(head_dim, like.dtype).count_splits(most)
         by_token = (

@@ -79,9 +79,10 @@ _UNGATED = Family(up=("up_proj",), gated=False)
 # By the first part of the names of a family's classes.
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "SeedOss", "Cwm", "Ministral", "Granite"), Family()),
+    **dict.fromkeys(("GraniteSWA", "Qwen2_5_VL", "Qwen3VL"), Family()),
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe", "Dots1", "MiniMaxM2"), Family()),
     **dict.fromkeys(("Mistral", "Ministral3", "Mixtral"), Family(config_window=True)),
-    "Arcee": _UNGATED,
+    **dict.fromkeys(("Arcee", "Jais2"), _UNGATED),
     "Nemotron": replace(_UNGATED, plus_one=True),
     "SmolLM3": Family(turns_if="use_rope"),
     "Exaone4": replace(_AFTER, turns_if="is_sliding"),
@@ -124,7 +125,8 @@ def describe(model: PreTrainedModel, linear: type[nn.Linear] = nn.Linear) -> Net
     text = getattr(text, "language_model", text)
     own = type(text).__module__
     name = type(text).__name__.removesuffix("Model").removesuffix("Text")
-    if name not in FAMILIES or not own.startswith("transformers.models.") or not hasattr(outer, "lm_head"):
+    are_transformers = all(type(each).__module__.startswith("transformers.models.") for each in (model, text))
+    if name not in FAMILIES or not are_transformers or not hasattr(outer, "lm_head"):
         raise NotDescribedError(f"{type(model).__name__} is not of a family that is described")
     if (touched := changed_module(model)) is not None:
         raise NotDescribedError(f"{touched} has a hook or a forward of its own")

@@ -66,6 +66,8 @@ def _why_unlike(model: PreTrainedModel, what: Network, executor: Executor) -> st
         wanted.setdefault((kind, types[number], _settings_of(layers[number])), number)
     windows = [size for layer in what.layers for size in (layer.mixer.window, layer.mixer.chunk) if size]
     most = max([_LEAST_BEFORE, *(2 * size for size in windows if 2 * size <= _MOST_BEFORE)])
+    limits = [rotary.limit for rotary in what.rotaries() if rotary.limit is not None]
+    most = min([most, *(max(limit - _NUM_TOKENS, 0) for limit in limits)])
     # Of so many earlier tokens, the tokens' own keys hardly matter.
     reasons = (_compare(model, what, executor, set(wanted.values()), before) for before in (0, most))
     return next(filter(None, reasons), None)

@@ -22,6 +22,7 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import rotary as rotary_kernels
 from graft.model.kernels.matmul import Products, can_multiply
+from graft.model.kernels.mixed import Mixed
 from graft.model.kv_cache import PAGE, Pair
 from graft.model.layout import Layout
 from graft.model.mixture import Mixture
@@ -98,7 +99,8 @@ class Layer:
         attention, mlp = what.mixer, what.mlp
         own: Dense | Mixture
         if isinstance(mlp, network.Experts):
-            own = Mixture(mlp, Dense.of(mlp.shared) if mlp.shared is not None else None)
+            gate, shared = mlp.shared_gate, Dense.of(mlp.shared) if mlp.shared is not None else None
+            own = Mixture(mlp, shared, fuse_parameters([mlp.router.weight, gate.weight]) if gate is not None else None)
         else:
             own = Dense.of(mlp)
         return cls(
@@ -118,7 +120,7 @@ class Layer:
 class Addition:
     """What a layer adds to the residual stream, and how; see `layer_kernels.add_norm`."""
 
-    delta: Tensor
+    delta: Tensor | Mixed
     post: network.Norm | None = None
     more: Tensor | None = None
     sum_first: bool = False
@@ -131,9 +133,7 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[Layer], multiply: Products) -> None:
         self.layers, self._multiply = layers, multiply
-        # A layer of experts is many small kernels, whatever its size.
-        has_experts = any(isinstance(layer.mlp, Mixture) for layer in layers)
-        self._is_small = has_experts or sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
+        self._is_small = sum(weight.nbytes for weight in layers[0].weights) <= _SMALL
 
     def __call__(
         self,
@@ -193,12 +193,12 @@ class LayerStack:
         attended = attend_in_store(qkv, keys, values, step, rotary, what.mixer, seen=seen, scratch=scratch)
         delta = multiply(attended, layer.o, layer.o_bias)
         if what.parallel is not None:
-            return stream, Addition(
-                delta, None, layer.mlp(normed, multiply), what.parallel == "sum", what.residual_scale
-            )
+            more = layer.mlp(normed, multiply)
+            assert isinstance(more, Tensor)  # no family has experts in a branch beside attention
+            return stream, Addition(delta, None, more, what.parallel == "sum", what.residual_scale)
         stream, normed = _add(stream, Addition(delta, what.post, scale=what.residual_scale), what.pre_mlp)
-        delta = layer.mlp(normed, multiply)
-        return stream, Addition(delta, what.post_mlp, None, False, what.residual_scale, what.output_scale)
+        given = layer.mlp(normed, multiply)
+        return stream, Addition(given, what.post_mlp, None, False, what.residual_scale, what.output_scale)
 
     def _run_side(self, side: network.Side, stream: Tensor, last: Addition, given: Tensor) -> tuple[Tensor, Addition]:
         """The stream after the MLP, and what the layer's side adds."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from graft.model.kernels import experts as kernels
 from graft.model.kernels import routing
 from graft.model.kernels.matmul import Products
+from graft.model.kernels.mixed import Mixed
 from graft.model.network import Experts
 
 
@@ -29,17 +30,15 @@ class SharedExpert(Protocol):
 class Mixture:
     """The experts of one layer."""
 
-    def __init__(self, experts: Experts, shared: SharedExpert | None = None) -> None:
-        self._experts, self._shared = experts, shared
-        router = experts.router
-        gate = experts.shared_gate
-        self._weight = router.weight if gate is None else torch.cat([router.weight, gate.weight.to(router.weight)])
+    def __init__(self, experts: Experts, shared: SharedExpert | None = None, weight: Tensor | None = None) -> None:
+        """weight: the router's with that of the shared expert's gate as the last row, if there is one."""
+        self._experts, self._shared, self._weight = experts, shared, weight
         gate_up, down = (_by_output(weight, experts.transposed) for weight in (experts.gate_up, experts.down))
         self._gate_up, self._down = _in_parts(gate_up, experts.interleaved), down[:, None]
         self._gate_up_bias = self._down_bias = None
         if experts.gate_up_bias is not None and experts.down_bias is not None:
-            self._gate_up_bias = _in_parts(experts.gate_up_bias.detach(), experts.interleaved).contiguous()
-            self._down_bias = experts.down_bias.detach()
+            self._gate_up_bias = _in_parts(experts.gate_up_bias.detach(), experts.interleaved)
+            self._down_bias = experts.down_bias.detach()[:, None]
         self._clamp = (
             (experts.limit, experts.alpha) if experts.limit is not None and experts.alpha is not None else None
         )
@@ -50,8 +49,8 @@ class Mixture:
         return self._shared.weights if self._shared is not None else ()
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, multiply: Products) -> Tensor:
-        """The experts' weighted sum for tokens x [T, H]."""
+    def __call__(self, x: Tensor, multiply: Products) -> Mixed:
+        """What the experts give for tokens x [T, H]."""
         router, activation = self._experts.router, self._experts.activation
         shared = self._shared(x, multiply) if self._shared is not None else None
         choice = routing.choose(x, router, self._weight)
@@ -62,7 +61,7 @@ class Mixture:
             x, self._gate_up, choice, groups, tiles[0], self._gate_up_bias, activation, self._clamp
         )
         results = kernels.multiply(active, self._down, choice, groups, tiles[1], self._down_bias)
-        return kernels.combine(results, choice, shared, router.wide_weights)
+        return Mixed(results, choice.weights, router.wide_weights, shared, choice.gates)
 
 
 def _by_output(weight: Tensor, transposed: bool) -> Tensor:

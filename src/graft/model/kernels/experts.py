@@ -1,7 +1,7 @@
-"""Exact products of a mixture of experts, and their sum, as Triton kernels. Importing this module needs Triton.
+"""Exact products of a mixture of experts as Triton kernels. Importing this module needs Triton.
 
 A token's result does not depend on the other tokens. A product is one chain of matrix instructions, whatever the tile
-(see `matmul`), and a token's results are added in the order of its own experts.
+(see `matmul`). Where results are added up: `mixed`.
 
 Nothing waits for the host: grids have the most programs that a step of this size may need, and those without work
 return. So all of it can be captured.
@@ -22,10 +22,9 @@ from graft.model.kernels import gate, overlap
 from graft.model.kernels.gate import is_shut
 from graft.model.kernels.layer import ACTIVATIONS, gated
 from graft.model.kernels.overlap import after_previous, start_next, wait_for_previous
-from graft.model.kernels.routing import TYPES, Choice, Groups
+from graft.model.kernels.routing import Choice, Groups
 from graft.model.network import Activation
 
-_COLUMNS_AT_ONCE = 1024
 _SHARED_MEMORY, _BARRIERS = 227 * 1024, 1024  # bytes: an H200's, and what a program needs beside its blocks
 
 
@@ -100,7 +99,13 @@ def multiply(
     _expert_kernel[num_items, triton.cdiv(num_outputs, tile.outputs)](
         *(x, source, bias, out, choice.experts),
         *((groups.members, groups.items, groups.count) if groups is not None else (None, None, None)),
-        *(num_items, num_outputs, num_inputs, *weight.stride()[:3]),
+        *(
+            num_items,
+            num_outputs,
+            num_inputs,
+            *weight.stride()[:3],
+            *(bias.stride() if bias is not None else (0, 0, 0)),
+        ),
         *(clamp or (0.0, 0.0)),
         PAIRS_BY_ROW=num_pairs // len(x),
         PARTS=parts,
@@ -115,24 +120,6 @@ def multiply(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap.options(x.device),
-        **gate.options(),
-    )
-    return out
-
-
-def combine(results: Tensor, choice: Choice, shared: Tensor | None, wide_weights: bool) -> Tensor:
-    """Add each token's weighted results [T * top_k, size], in float32, and the shared expert's [T, size], if any."""
-    num_tokens, top_k = choice.experts.shape
-    size = results.shape[1]
-    out = results.new_empty(num_tokens, size)
-    block = min(triton.next_power_of_2(size), _COLUMNS_AT_ONCE)
-    _combine_kernel[num_tokens, triton.cdiv(size, block)](
-        *(results, choice.weights, shared, choice.gates, out),
-        SIZE=size,
-        TOP_K=top_k,
-        ROUNDED_TYPE=TYPES[torch.float32 if wide_weights else results.dtype],
-        BLOCK=block,
-        **overlap.options(results.device),
         **gate.options(),
     )
     return out
@@ -160,6 +147,9 @@ def _expert_kernel(
     expert_stride: tl.int64,
     part_stride: int,
     output_stride: int,
+    bias_expert: int,
+    bias_part: int,
+    bias_output: int,
     limit: float,
     alpha: float,
     PAIRS_BY_ROW: tl.constexpr,
@@ -223,10 +213,10 @@ def _expert_kernel(
     result = acc.to(stored)
     up = ups.to(stored)
     if bias is not None:  # transformers' modules round before they add it
-        bias += expert * PARTS * num_outputs + outputs
+        bias += expert * bias_expert + outputs * bias_output
         result = _plus(result, tl.load(bias, mask=outputs < num_outputs, other=0.0)[:, None])
         if PARTS == 2:
-            up = _plus(up, tl.load(bias + num_outputs, mask=outputs < num_outputs, other=0.0)[:, None])
+            up = _plus(up, tl.load(bias + bias_part, mask=outputs < num_outputs, other=0.0)[:, None])
     if IS_CLAMPED:
         result = _clamped_gated(result, up, limit, alpha)
     elif PARTS == 2:
@@ -278,40 +268,3 @@ def _clamped_gated(gates: tl.tensor, ups: tl.tensor, limit: float, alpha: float)
     scaled = (wide * alpha).to(kind).to(tl.float32)
     active = (wide * (1.0 / (1.0 + tl.exp(-scaled))).to(kind).to(tl.float32)).to(kind).to(tl.float32)
     return ((up + 1.0).to(kind).to(tl.float32) * active).to(kind)
-
-
-@triton.jit
-def _combine_kernel(
-    results: tl.tensor,
-    weights: tl.tensor,
-    shared: tl.tensor | None,
-    gates: tl.tensor | None,
-    out: tl.tensor,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROUNDED_TYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    flag: tl.tensor | None = None,
-) -> None:
-    if is_shut(flag):
-        return
-    start_next(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    wait_for_previous(OVERLAPS)
-    total = tl.zeros([BLOCK], tl.float32)
-    for number in tl.static_range(TOP_K):
-        pair = token * TOP_K + number
-        result = tl.load(results + pair * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-        total += (result * tl.load(weights + pair)).to(ROUNDED_TYPE).to(tl.float32)
-    kind: tl.constexpr = out.dtype.element_ty
-    total = total.to(kind)
-    if shared is not None:
-        more = tl.load(shared + token * SIZE + columns, mask=inside, other=0.0)
-        if gates is not None:
-            gate = 1.0 / (1.0 + tl.exp(-tl.load(gates + token).to(kind).to(tl.float32)))
-            more = (gate.to(kind).to(tl.float32) * more.to(tl.float32)).to(kind)
-        total = _plus(total, more)
-    tl.store(out + token * SIZE + columns, total, mask=inside)

@@ -18,6 +18,7 @@ from torch import Tensor
 from graft.model.kernels import gate, overlap
 from graft.model.kernels.eight_bits import fitted
 from graft.model.kernels.gate import is_shut
+from graft.model.kernels.mixed import Mixed, summed
 from graft.model.kernels.overlap import start_next, wait_for_previous
 from graft.model.network import Activation, Norm
 
@@ -41,7 +42,7 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 
 def add_norm(
     stream: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Mixed | None,
     norm: Tensor | Norm | None,
     eps: float = 0.0,
     total: Tensor | None = None,
@@ -57,7 +58,7 @@ def add_norm(
 
     norm: a tensor is the weight of an RMS norm with this eps, [size] or [weights, size]. Several weights take turns:
     the first is that of token 0, the second that of token 1, and so on. None: the second result is the first.
-    more: a second delta, which is added last; sum_first: to the first delta.
+    delta: if it is `Mixed`, its sum. more: a second delta, which is added last; sum_first: to the first delta.
     total, normed: where to write the two results; None: new tensors. Without a delta, the total is the stream itself.
     `normed` may be in 8 bits.
 
@@ -76,10 +77,14 @@ def add_norm(
     weight, bias, own_eps, flags = parts_of(norm, eps, stream)
     post_weight, post_bias, post_eps, post_flags = parts_of(post, 0.0, stream)
     block = triton.next_power_of_2(size)
+    given = delta.results if isinstance(delta, Mixed) else stream if delta is None else delta
     _add_norm_kernel[(num_tokens,)](
-        *(stream, stream if delta is None else delta, stream if more is None else more),
+        *(stream, given, stream if more is None else more),
+        *((delta.weights, delta.shared, delta.gates) if isinstance(delta, Mixed) else (None, None, None)),
         *(weight, bias, post_weight, post_bias, total, normed, own_eps, post_eps, scale, output_scale),
         HAS_DELTA=delta is not None,
+        TOP_K=delta.weights.shape[1] if isinstance(delta, Mixed) else 0,
+        IS_WIDE=isinstance(delta, Mixed) and delta.wide,
         HAS_MORE=more is not None,
         SUM_FIRST=sum_first,
         IS_SCALED=scale != 1,
@@ -229,6 +234,9 @@ def _add_norm_kernel(
     stream: tl.tensor,
     delta: tl.tensor,
     more: tl.tensor,
+    expert_weights: tl.tensor | None,
+    shared: tl.tensor | None,
+    gates: tl.tensor | None,
     weight: tl.tensor,
     bias: tl.tensor,
     post_weight: tl.tensor,
@@ -240,6 +248,8 @@ def _add_norm_kernel(
     scale: float,
     output_scale: float,
     HAS_DELTA: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     HAS_MORE: tl.constexpr,
     SUM_FIRST: tl.constexpr,
     IS_SCALED: tl.constexpr,
@@ -266,7 +276,10 @@ def _add_norm_kernel(
     wait_for_previous(OVERLAPS)
     x = tl.load(stream + start + columns, mask=inside, other=0.0)
     if HAS_DELTA:
-        added = tl.load(delta + start + columns, mask=inside, other=0.0)
+        if expert_weights is not None:
+            added = summed(delta, expert_weights, shared, gates, token, columns, inside, SIZE, TOP_K, IS_WIDE)
+        else:
+            added = tl.load(delta + start + columns, mask=inside, other=0.0)
         if POST is not None:
             added = _normed(added, post_weights, post_bias, columns, inside, post_eps, SIZE, POST)
         if IS_SCALED:

@@ -51,15 +51,16 @@ def choose(x: Tensor, router: Router, weight: Tensor | None = None) -> Choice:
     num_tokens, num_inputs = x.shape
     num_parts = triton.cdiv(num_inputs, _PART)
     sums = x.new_empty(num_parts, num_tokens, len(weight), dtype=torch.float32)
-    block = 16 if num_tokens <= 64 else 64
-    grid = (triton.cdiv(num_tokens, block), triton.cdiv(len(weight), 64), num_parts)
+    # Products in float32 use no matrix instructions, so large tiles would be too much for a program's registers.
+    is_wide = weight.dtype is torch.float32
+    block, rows = 16 if num_tokens <= 64 or is_wide else 64, 16 if is_wide else 64
+    grid = (triton.cdiv(num_tokens, block), triton.cdiv(len(weight), rows), num_parts)
     assert x.is_contiguous() and weight.is_contiguous()
     _router_kernel[grid](
         *(x, weight, sums, num_tokens, len(weight), num_inputs),
         PART=_PART,
         BLOCK_T=block,
-        BLOCK_E=64,
-        BLOCK_K=64,
+        BLOCK_E=rows,
         **overlap.options(x.device),
         **gate.options(),
     )
@@ -125,7 +126,6 @@ def _router_kernel(
     PART: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
     flag: tl.tensor | None = None,
 ) -> None:
@@ -136,15 +136,13 @@ def _router_kernel(
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     rows = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
-    acc = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
+    columns = part * PART + tl.arange(0, PART)
+    inside = (columns < num_inputs)[None, :]
+    w = tl.load(weight + rows[:, None] * num_inputs + columns[None, :], (rows < num_rows)[:, None] & inside, 0.0)
     wait_for_previous(OVERLAPS)
-    for place in tl.static_range(0, PART, BLOCK_K):
-        columns = part * PART + place + tl.arange(0, BLOCK_K)
-        inside = (columns < num_inputs)[None, :]
-        w = tl.load(weight + rows[:, None] * num_inputs + columns[None, :], (rows < num_rows)[:, None] & inside, 0.0)
-        at = tokens[:, None].to(tl.int64) * num_inputs + columns[None, :]
-        some = tl.load(x + at, (tokens < num_tokens)[:, None] & inside, 0.0).to(w.dtype)
-        acc = tl.dot(w, some.T, acc, input_precision="ieee")
+    at = tokens[:, None].to(tl.int64) * num_inputs + columns[None, :]
+    some = tl.load(x + at, (tokens < num_tokens)[:, None] & inside, 0.0).to(w.dtype)
+    acc = tl.dot(w, some.T, input_precision="ieee")
     at = (part.to(tl.int64) * num_tokens + tokens[None, :]) * num_rows + rows[:, None]
     tl.store(sums + at, acc, mask=(tokens < num_tokens)[None, :] & (rows < num_rows)[:, None])
 

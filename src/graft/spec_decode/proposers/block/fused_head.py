@@ -87,6 +87,7 @@ class FastBlock:
         slots = block_kernels.slots(roots, self._embedding, self._mask, width)
         stored = list(zip(keys, values, strict=True))
         _, stream, last = self._stack(slots, step, stored, [rotary] * len(stored), seen)
+        assert isinstance(last.delta, Tensor)
         return self.head.predicting((stream + last.delta).unflatten(0, (-1, width)))
 
 
