@@ -55,7 +55,7 @@ def test_families_give_what_transformers_gives(name, monkeypatch):
         torch.testing.assert_close(logits_of(read), model(text).logits, atol=1e-3, rtol=1e-4)
         return
     expected = model.double()(text).logits  # with transformers' own attention
-    torch.testing.assert_close(logits_of(read).double(), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(read).double(), expected, atol=4e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -27,7 +27,7 @@ from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, pack
 from graft.model.families import MAX_HEAD_DIM, NotDescribedError, describe, why_not
 from graft.model.kv_cache import PAGE, KVCache, KVStore, Pair, Row
 from graft.model.likeness import why_unlike
-from graft.model.network import Activation, Experts, Layer, Network, Norm, Rotary, SideInputs
+from graft.model.network import Activation, Experts, Layer, Network, Norm, SideInputs
 from graft.model.plain_modules import settings_of
 
 _ACTIVATIONS = (None, *get_args(Activation))
@@ -169,16 +169,16 @@ class CpuLayers:
         The others are of draft heads: `fc` and the norms before it, the norm of the stream (that of embeddings is the
         layer's first), and whether attention adds to the normed stream.
         """
-        modules = list(network.modules())
+        attentions = [layer.mixer for layer in layers]
+        self._rotaries = list(dict.fromkeys(each.rotary for each in attentions if each.rotary is not None))
+        turning = [rotary.module for rotary in self._rotaries]  # of longrope, calls change the frequencies
+        modules = [module for module in network.modules() if module not in turning]
         own = [(each, name) for m in modules for each in (m._parameters, m._buffers) for name in each]
         self._owners = [(owner, name) for owner, name in own if owner[name] is not None]
         self._weights: list[Any] = [owner[name] for owner, name in self._owners]
         self._state = self._read_state()
         self._made: list[Any] = []  # what the library reads by its address
-        attentions = [layer.mixer for layer in layers]
         self._heads = [(attention.kv_heads, attention.head_dim) for attention in attentions]
-        rotaries = dict.fromkeys(each.rotary for each in attentions if each.rotary is not None)
-        self._rotaries: list[Rotary] = list(rotaries)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._num_positions = 0
         self._c_rotaries: Any = None
