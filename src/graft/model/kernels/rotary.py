@@ -202,13 +202,13 @@ def _rotate_kernel(
             mean = _mean_squares(x, y, z, HALF, REST)
             if OVER_ALL:
                 mean = tl.where(is_query, all_queries, all_keys)
-            own = (query_norm, key_norm, head, is_query)
+            own = (query_norm, key_norm, head, is_query, is_key)
             x, y, z = _normed_heads(x, y, z, mean, own, (low, high, others), eps, HEADS, HEAD_DIM, NORM, BY_HEAD)
         if TURNS:
             x, y = turned(x, y, c, s, WIDE)
         if NORM is not None and NORMS_TURNED:
             mean = _mean_squares(x, y, z, HALF, REST)
-            own = (query_norm, key_norm, head, is_query)
+            own = (query_norm, key_norm, head, is_query, is_key)
             x, y, z = _normed_heads(x, y, z, mean, own, (low, high, others), eps, HEADS, HEAD_DIM, NORM, BY_HEAD)
         if GROWS:
             x = tl.where(is_query, scaled(x, grown), x)
@@ -276,7 +276,7 @@ def _normed_part(
     NORM: tl.constexpr,
     BY_HEAD: tl.constexpr,
 ) -> tl.tensor:
-    query_norm, key_norm, head, is_query = own
+    query_norm, key_norm, head, is_query, is_key = own
     ROUNDS: tl.constexpr = NORM[4]
     at = dims
     if BY_HEAD:
@@ -285,7 +285,7 @@ def _normed_part(
     scale = tl.where(
         is_query,
         scale_of(query_norm, at, real & is_query, NORM),
-        scale_of(key_norm, at, real & (is_query == 0), NORM),
+        scale_of(key_norm, at, real & is_key, NORM),
     )
     wide = x.to(tl.float32) * inverse
     if ROUNDS:
