@@ -92,9 +92,9 @@ _UNGATED = Family(up=("up_proj",), gated=False)
 # By the first part of the names of a family's classes.
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "SeedOss", "Cwm", "Ministral", "Granite"), Family()),
+    **dict.fromkeys(("GraniteSWA", "Qwen2_5_VL", "Qwen3VL"), Family()),
     **dict.fromkeys(("Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe", "Dots1", "MiniMaxM2"), Family()),
     **dict.fromkeys(("Mistral", "Ministral3", "Mixtral"), Family(config_window=True)),
-    **dict.fromkeys(("GraniteSWA", "Qwen2_5_VL", "Qwen3VL"), Family()),
     **dict.fromkeys(("Arcee", "Jais2"), _UNGATED),
     "Nemotron": replace(_UNGATED, plus_one=True),
     "SmolLM3": Family(turns_if="use_rope"),
