@@ -111,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **LATENT,
 }
 FAMILIES = {name: options for name, options in FAMILIES.items() if options.get("model_type", name) in CONFIG_MAPPING}
-EXPERTS, LATENT = ({name: kinds[name] for name in kinds if name in FAMILIES} for kinds in (EXPERTS, LATENT))
+EXPERTS, LATENT = ({name: own for name, own in part.items() if name in FAMILIES} for part in (EXPERTS, LATENT))
 
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:
