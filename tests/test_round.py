@@ -322,13 +322,17 @@ def test_rounds_in_c_are_those_of_the_reference(seed):
         history.play()
 
 
-@pytest.mark.parametrize("seed", [0, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 26))])
+# In the last one a small round follows a large one, and rows use the same tables with and without a salt.
+QUICK = (0, 5, 153)
+
+
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 26))])
 def test_rounds_in_triton_are_the_same_to_the_last_bit(seed):
     pytest.importorskip("triton")
     from graft.tree.device import triton_kernels
 
     history = History(seed, [c_kernels, triton_kernels])
-    for _ in range(3 if seed < 6 else 12):
+    for _ in range(3 if seed in QUICK else 12):
         history.play()
 
 

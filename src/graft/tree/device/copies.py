@@ -45,7 +45,7 @@ def lookup_bytes(num_rows: int, num_places: int, num_tokens: int) -> int:
 
 def begin(pool: Pool, shape: PoolShape, texts: Texts, table_rows: Tensor) -> None:
     """Reset the pool to the roots: the last tokens of the texts at `table_rows` [R]. All other places are padding."""
-    _begin_kernel[(shape.num_rows, triton.cdiv(shape.width, _BLOCK))](
+    _begin_kernel[(shape.num_rows, triton.cdiv(pool.capacity, _BLOCK))](
         pool.nodes,
         pool.before,
         texts.own,
