@@ -677,6 +677,10 @@ _FAULTS = r"""
 # CPU layers: a query's own page ends one key early
 -                    if (own[i].num_keys == PAGE) finish_page(layer, &own[i]);
 +                    if (own[i].num_keys == PAGE - 1) finish_page(layer, &own[i]);
+! test_cpu_families.py::test_families_give_what_transformers_gives
+# CPU layers: sinks are left out
+-        if (layer->sinks != NULL) query->highest
++        if (layer->sinks == query->query) query->highest
 ! test_cpu_families.py::test_odd_sizes_on_every_processor
 # CPU layers: a window is one key longer
 -    return layer->window > 0 && position >= layer->window ? position - layer->window + 1 : 0;
@@ -694,6 +698,9 @@ _FAULTS = r"""
 +    if (layer->chunk > 0) return position / PAGE * PAGE;
 = src/graft/model/cpu_layers.c
 ! test_cpu_families.py::test_families_give_what_transformers_gives
+# CPU layers: gates of experts are not clamped
+-            if (limit > 0) {
++            if (limit < 0) {
 # CPU layers: weights that are stored minus 1 are taken as they are
 -y *= load(norm->weight + turn + i, size - i) + (float)norm->plus_one;
 +y *= load(norm->weight + turn + i, size - i);
@@ -707,14 +714,29 @@ _FAULTS = r"""
 -    const Rotary *rotary = &rotaries[layer->rotary];
 +    const Rotary *rotary = &rotaries[0];
 # CPU layers: neighbours are not turned together
--    const long step = layer->is_interleaved ? 2 : 1, apart = layer->is_interleaved ? 1 : half;
-+    const long step = 1, apart = half;
+-        for (long d = 0; d < half && !layer->is_interleaved; d += LANES) {
++        for (long d = 0; d < half; d += LANES) {
 # CPU layers: logits are not scaled
 -            const vec y = load(at, end - i) * scale;
 +            const vec y = load(at, end - i);
 # CPU layers: values that are keys are normed as keys and turned
 -        if (layer->v_norm.size > 0) norm_into(value, value, &layer->v_norm, kv_size);
 +        if (layer->v_norm.size > 0) norm_into(value, value, &layer->k_norm, kv_size);
+= src/graft/model/cpu_experts.c
+! test_cpu_families.py::test_families_give_what_transformers_gives
+# CPU experts: groups are ranked by their best expert alone
+-        sums[g] = wanted[g * size + best] + second;
++        sums[g] = wanted[g * size + best];
+# CPU experts: weights have the correction of the choice
+-        weights[j] = scores[chosen[j]], total += weights[j];
++        weights[j] = wanted[chosen[j]], total += weights[j];
+# CPU experts: the shared expert is not scaled
+-else if (experts->shared_gate.n > 0) state->delta[t * hidden + i] *=
++else if (experts->shared_gate.n < 0) state->delta[t * hidden + i] *=
+! test_cpu_families.py::test_odd_sizes_on_every_processor
+# CPU experts: of each expert only one token is multiplied
+-        state->jobs[state->num_jobs++] = job_of(&experts->downs[e], state->gate + first * neurons, y, count);
++        state->jobs[state->num_jobs++] = job_of(&experts->downs[e], state->gate + first * neurons, y, 1);
 = src/graft/model/cpu_vectors.c
 ! test_cpu_families.py::test_activations_are_those_of_float64
 # CPU layers: the exact gelu is the other one

@@ -8,12 +8,14 @@
 #define QUERIES 4   /* that read a key together */
 #define TOGETHER 32 /* queries that read a page together: a multiple of QUERIES */
 #define MAX_DIM 512
+#define MAX_EXPERTS 512
 
 const long graft_page = PAGE;
 const long graft_max_dim = MAX_DIM;
+const long graft_max_experts = MAX_EXPERTS;
 
 typedef struct { /* the order is that of `cpu_layers.py`, as in the structures below */
-    const float *weight;  /* [n][k] */
+    const float *weight;  /* [n][k]; NULL if it is stored in another order */
     const void *w;        /* its packed copy */
     const float *bias;    /* [n]; may be NULL */
     long n, k, is_bfloat16;
@@ -26,9 +28,20 @@ typedef struct {
     long is_layer, plus_one;    /* a layer norm, else an RMS norm; the weight is stored minus 1 */
 } Norm;
 
+enum { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN }; /* in the order of `network.Router.scoring` */
+
+typedef struct { /* see `network.Experts` */
+    Matrix router, shared_gate;
+    const float *correction;             /* [num_experts]; may be NULL */
+    const Matrix *gates, *ups, *downs;   /* [num_experts] */
+    double least_sum, added_to_sum, factor, limit, alpha;
+    long num_experts, top_k, groups, top_groups, scoring, normalise, activation;
+} Experts;
+
 typedef struct {
     Matrix q, k, v, o;               /* no v: values are the keys before norm and rotation; no k: those of `kv_of` */
-    Matrix gate, up, down;           /* no up: the activation is not gated */
+    Matrix gate, up, down;           /* no up: the activation is not gated. Of a shared expert, if there are experts */
+    const Experts *experts;          /* may be NULL */
     Matrix side_up, side_down;       /* of the layer's side, which reads `sides`; or none */
     Norm pre, post, pre_mlp, post_mlp, side_post, q_norm, k_norm, v_norm;
     Norm stream_norm;                /* of a head's layer: q, k and v read embeddings, normed by `pre`, and beside them
@@ -96,9 +109,12 @@ typedef struct {
     const Threads *threads;
     long num_tokens; /* in the stream */
     float *normed, *delta, *q, *k, *v, *attended, *gate, *up, *sided;
+    float *routed, *weights, *pairs; /* of experts: logits, weights of the chosen, inputs and results by expert */
+    int32_t *chosen, *places;        /* a token's experts, and where their pairs are */
     /* What the threads do now: */
-    Job jobs[3];
-    long num_jobs, activation;
+    Job *jobs;
+    long num_jobs, activation, together; /* so many jobs have the same panels done by the same thread */
+    const Experts *experts;
     const Layer *layer;
     const float *keys, *values;
 } State;
@@ -153,15 +169,23 @@ static Job job_of(const Matrix *matrix, const float *x, float *y, long m) {
 
 static long panels_of(const Job *job) { return (job->n + PANEL - 1) / PANEL; }
 
+static inline vec smaller(vec x, float most) { return -larger(-x, (vec){0} - most); }
+
 /* activation(gate) * up of some panels, in the place of gate. up may be NULL. */
-static void activate(const Job *gate, const Job *up, long activation, long first, long last) {
+static void activate(const State *state, const Job *gate, const Job *up, long first, long last) {
+    const Experts *experts = state->experts;
+    const float limit = experts != NULL ? (float)experts->limit : 0, alpha = experts != NULL ? (float)experts->alpha : 0;
     const long begin = first * PANEL, end = last * PANEL < gate->n ? last * PANEL : gate->n;
     for (long t = 0; t < gate->m; t++) {
         float *g = gate->y + t * gate->n;
         const float *u = up != NULL ? up->y + t * up->n : NULL;
         for (long i = begin; i < end; i += LANES) {
-            const vec y = activated(load(g + i, end - i), activation);
-            store(g + i, u != NULL ? y * load(u + i, end - i) : y, end - i);
+            vec y = load(g + i, end - i), z = u != NULL ? load(u + i, end - i) : (vec){0} + 1.0f;
+            if (limit > 0) {
+                y = smaller(y, limit), z = larger(smaller(z, limit), (vec){0} - limit) + 1.0f;
+                y = y / (exp_of(y * -alpha) + 1.0f);
+            } else y = activated(y, state->activation);
+            store(g + i, y * z, end - i);
         }
     }
 }
@@ -178,27 +202,22 @@ static void finish_logits(const Model *model, const Job *job, long first, long l
         }
 }
 
-/* The panels of all jobs are shared out among the threads. With an activation, a thread computes the same panels of
-   gate and up. */
+/* The panels of all jobs are shared out among the threads. Gates and ups are done together, then their activation. */
 static void multiply_share(void *data) {
     const State *state = data;
     const Model *model = state->model;
+    const long together = state->together;
     long total = 0, first, last, before = 0;
-    const long num_jobs = state->activation != NONE ? 1 : state->num_jobs;
-    for (long j = 0; j < num_jobs; j++) total += panels_of(&state->jobs[j]);
+    for (long j = 0; j < state->num_jobs; j += together) total += panels_of(&state->jobs[j]);
     share_of(state, total, &first, &last);
-    for (long j = 0; j < num_jobs; j++) {
+    for (long j = 0; j < state->num_jobs && before < last; j += together) {
         const Job *job = &state->jobs[j];
         const long panels = panels_of(job);
         const long begin = first > before ? first - before : 0, end = last - before < panels ? last - before : panels;
         before += panels;
         if (begin >= end) continue;
-        multiply_panels(job, begin, end);
-        if (state->activation != NONE) {
-            const Job *up = state->num_jobs > 1 ? job + 1 : NULL;
-            if (up != NULL) multiply_panels(up, begin, end);
-            activate(job, up, state->activation, begin, end);
-        }
+        for (long i = 0; i < together; i++) multiply_panels(job + i, begin, end);
+        if (state->activation != NONE) activate(state, job, together > 1 ? job + 1 : NULL, begin, end);
         if (job->y == state->step->logits && (model->logit_scale != 1 || model->logit_softcap > 0))
             finish_logits(model, job, begin, end);
     }
@@ -210,16 +229,16 @@ static void plan(State *state, long is_first, const Matrix *matrix, const float 
     if (matrix->n > 0) state->jobs[state->num_jobs++] = job_of(matrix, x, y, state->num_tokens);
 }
 
-static void multiply_all(State *state, long activation) {
+static void multiply_all(State *state, long activation, long together) {
     long work = 0;
-    state->activation = activation;
+    state->activation = activation, state->together = together;
     for (long j = 0; j < state->num_jobs; j++) work += state->jobs[j].n * state->jobs[j].k * state->jobs[j].m;
     run(state, multiply_share, work >= SMALL);
 }
 
 static void multiply(State *state, const Matrix *matrix, const float *x, float *y) {
     plan(state, 1, matrix, x, y);
-    multiply_all(state, NONE);
+    multiply_all(state, NONE, 1);
 }
 
 #include "cpu_attention.c"
@@ -231,13 +250,17 @@ static void rotate(float *x, const Layer *layer, long heads, const Rotary *rotar
     const long half = layer->rotary_dims / 2, last = rotary->num_positions - 1;
     const float *cos = rotary->cos + (position < last ? position : last) * half;
     const float *sin = rotary->sin + (position < last ? position : last) * half;
-    const long step = layer->is_interleaved ? 2 : 1, apart = layer->is_interleaved ? 1 : half;
-    for (long head = 0; head < heads; head++, x += layer->head_dim)
-        for (long d = 0; d < half; d++) {
-            const float a = x[d * step], b = x[d * step + apart];
-            x[d * step] = a * cos[d] - b * sin[d];
-            x[d * step + apart] = b * cos[d] + a * sin[d];
+    for (long head = 0; head < heads; head++, x += layer->head_dim) {
+        for (long d = 0; d < half && layer->is_interleaved; d++) {
+            const float a = x[2 * d], b = x[2 * d + 1];
+            x[2 * d] = a * cos[d] - b * sin[d], x[2 * d + 1] = b * cos[d] + a * sin[d];
         }
+        for (long d = 0; d < half && !layer->is_interleaved; d += LANES) {
+            const vec a = load(x + d, half - d), b = load(x + half + d, half - d);
+            const vec c = load(cos + d, half - d), s = load(sin + d, half - d);
+            store(x + d, a * c - b * s, half - d), store(x + half + d, b * c + a * s, half - d);
+        }
+    }
 }
 
 /* Norm and rotate heads of a token, in the layer's order. */
@@ -252,6 +275,8 @@ static void place_heads(
 static void add(float *x, const float *y, float scale, long size) {
     for (long i = 0; i < size; i += LANES) store(x + i, load(x + i, size - i) + load(y + i, size - i) * scale, size - i);
 }
+
+#include "cpu_experts.c"
 
 /* Make a head's stream from the target's features. */
 static void fuse_features(State *state) {
@@ -326,7 +351,7 @@ static void make_heads(State *state, const Layer *layer, const float *inputs) {
     plan(state, 1, &layer->q, inputs, state->q);
     plan(state, 0, &layer->k, inputs, state->k);
     plan(state, 0, &layer->v, inputs, state->v);
-    multiply_all(state, NONE);
+    multiply_all(state, NONE, 1);
     for (long t = 0; t < state->num_tokens; t++) {
         float *q = state->q + t * size, *k = state->k + t * kv_size;
         const int64_t position = step->positions[t];
@@ -372,10 +397,13 @@ static void run_layer(State *state, long number) {
     multiply(state, &layer->o, state->attended, state->delta);
     add_delta(state, layer, &layer->post);
     if (!layer->is_parallel) inputs = normed_stream(state, &layer->pre_mlp);
-    plan(state, 1, &layer->gate, inputs, state->gate);
-    plan(state, 0, &layer->up, inputs, state->up);
-    multiply_all(state, layer->activation);
-    multiply(state, &layer->down, state->gate, state->delta);
+    if (layer->gate.n > 0) {
+        plan(state, 1, &layer->gate, inputs, state->gate);
+        plan(state, 0, &layer->up, inputs, state->up);
+        multiply_all(state, layer->activation, state->num_jobs);
+        multiply(state, &layer->down, state->gate, state->delta);
+    }
+    if (layer->experts != NULL) run_experts(state, layer, inputs);
     add_delta(state, layer, &layer->post_mlp);
     if (layer->side_up.n > 0) run_side(state, layer, number);
     for (long i = 0; i < state->num_tokens * model->hidden && layer->output_scale != 1; i++)
@@ -386,17 +414,24 @@ static long largest(long a, long b) { return a > b ? a : b; }
 
 /* Divide scratch memory: for each part, the most numbers of a token that a layer has there. Returns its whole size. */
 static long divide(const Model *model, long num_tokens, State *state, float *scratch) {
-    long sizes[9] = {model->fc.k, model->hidden, 0, 0, 0, 0, 0, 0, model->side_projection.n}, total = 0;
+    long sizes[14] = {model->fc.k, model->hidden, 0, 0, 0, 0, 0, 0, model->side_projection.n}, total = 0;
     for (long i = 0; i < model->num_layers; i++) {
         const Layer *layer = &model->layers[i];
+        const Experts *experts = layer->experts;
         const long size = layer->heads * layer->head_dim, kv_size = layer->kv_heads * layer->head_dim;
-        const long own[8] = {layer->q.k, 0, size, size, kv_size, kv_size, largest(layer->gate.n, layer->side_up.n), layer->up.n};
-        for (int part = 0; part < 8; part++) sizes[part] = largest(sizes[part], own[part]);
+        const long top_k = experts != NULL ? experts->top_k : 0;
+        const long neurons = experts != NULL ? top_k * experts->downs[0].k : 0;
+        const long own[14] = {layer->q.k, 0, size, size, kv_size, kv_size,
+                              largest(neurons, largest(layer->gate.n, layer->side_up.n)), largest(neurons, layer->up.n), 0,
+                              experts != NULL ? experts->num_experts : 0, top_k, top_k * model->hidden, top_k, top_k};
+        for (int part = 0; part < 14; part++) sizes[part] = largest(sizes[part], own[part]);
     }
-    float **parts[] = {&state->normed, &state->delta, &state->q, &state->attended, &state->k,
-                       &state->v, &state->gate, &state->up, &state->sided};
-    for (int part = 0; part < 9; total += num_tokens * sizes[part++])
-        if (scratch != NULL) *parts[part] = scratch + total;
+    float *found[14];
+    for (int part = 0; part < 14; total += num_tokens * sizes[part++]) found[part] = scratch ? scratch + total : NULL;
+    state->normed = found[0], state->delta = found[1], state->q = found[2], state->attended = found[3];
+    state->k = found[4], state->v = found[5], state->gate = found[6], state->up = found[7], state->sided = found[8];
+    state->routed = found[9], state->weights = found[10], state->pairs = found[11];
+    state->chosen = (int32_t *)found[12], state->places = (int32_t *)found[13];
     return total;
 }
 
@@ -407,7 +442,7 @@ long graft_layers_scratch(const Model *model, long num_tokens) {
 }
 
 static int is_current(const Matrix *matrix) {
-    return is_copy_of(matrix->weight, matrix->w, matrix->n, matrix->k, matrix->is_bfloat16);
+    return matrix->weight == NULL || is_copy_of(matrix->weight, matrix->w, matrix->n, matrix->k, matrix->is_bfloat16);
 }
 
 /* Run layers, the last norm, and the product that gives logits, if they are wanted. A head's stream is first made from
@@ -420,12 +455,19 @@ int graft_layers(const Model *model, const Step *step, const Threads *threads) {
                                &layer->side_up, &layer->side_down};
         for (int j = 0; j < 9; j++)
             if (!is_current(all[j])) return 1;
+        const Experts *experts = layer->experts; /* of which the first stands for all */
+        if (experts == NULL) continue;
+        const Matrix *some[] = {&experts->router, experts->gates, experts->ups, experts->downs};
+        for (int j = 0; j < 4; j++)
+            if (!is_current(some[j])) return 1;
     }
     if (step->features != NULL && !is_current(&model->fc)) return 1;
     if (step->sides != NULL && !is_current(&model->side_projection)) return 1;
     if (step->logits != NULL && !is_current(&model->output)) return 1;
     const long hidden = model->hidden;
+    Job jobs[2 * MAX_EXPERTS];
     State state = {model, step, threads, step->num_tokens};
+    state.jobs = jobs;
     divide(model, step->num_tokens, &state, step->scratch);
     if (step->features != NULL) fuse_features(&state);
     if (step->sides != NULL) make_sides(&state);

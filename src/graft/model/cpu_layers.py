@@ -27,10 +27,11 @@ from graft.model.cpu_linear import FewTokensLinear, can_run, library, pack, pack
 from graft.model.families import MAX_HEAD_DIM, NotDescribedError, describe, why_not
 from graft.model.kv_cache import PAGE, KVCache, KVStore, Pair, Row
 from graft.model.likeness import why_unlike
-from graft.model.network import Activation, Experts, Layer, Network, Norm, Rotary, SideInputs
+from graft.model.network import Activation, Experts, Layer, Network, Norm, SideInputs
 from graft.model.plain_modules import settings_of
 
 _ACTIVATIONS = (None, *get_args(Activation))
+_SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 _MOST = 128  # tokens of a call: the activations of more would not fit into a CPU cache
 _FIRST_POSITIONS = 1024  # of rotary tables, which grow
 _L = TypeVar("_L", bound="CpuLayers")
@@ -51,9 +52,21 @@ class _Norm(ctypes.Structure):
     )
 
 
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("router", "shared_gate")),
+        *((name, ctypes.c_void_p) for name in ("correction", "gates", "ups", "downs")),
+        *((name, ctypes.c_double) for name in ("least_sum", "added_to_sum", "factor", "limit", "alpha")),
+        *((name, ctypes.c_long) for name in ("num_experts", "top_k", "groups", "top_groups", "scoring", "normalise")),
+        ("activation", ctypes.c_long),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "side_up", "side_down")),
+        *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("experts", ctypes.c_void_p),
+        *((name, _Matrix) for name in ("side_up", "side_down")),
         *((name, _Norm) for name in ("pre", "post", "pre_mlp", "post_mlp", "side_post", "q_norm", "k_norm", "v_norm")),
         ("stream_norm", _Norm),
         ("sinks", ctypes.c_void_p),
@@ -156,16 +169,16 @@ class CpuLayers:
         The others are of draft heads: `fc` and the norms before it, the norm of the stream (that of embeddings is the
         layer's first), and whether attention adds to the normed stream.
         """
-        modules = list(network.modules())
+        attentions = [layer.mixer for layer in layers]
+        self._rotaries = list(dict.fromkeys(each.rotary for each in attentions if each.rotary is not None))
+        turning = [rotary.module for rotary in self._rotaries]  # of longrope, calls change the frequencies
+        modules = [module for module in network.modules() if module not in turning]
         own = [(each, name) for m in modules for each in (m._parameters, m._buffers) for name in each]
         self._owners = [(owner, name) for owner, name in own if owner[name] is not None]
         self._weights: list[Any] = [owner[name] for owner, name in self._owners]
         self._state = self._read_state()
-        self._packed: list[Tensor] = []
-        attentions = [layer.mixer for layer in layers]
+        self._made: list[Any] = []  # what the library reads by its address
         self._heads = [(each.kv_heads, each.head_dim, each.value_dim) for each in attentions]
-        rotaries = dict.fromkeys(each.rotary for each in attentions if each.rotary is not None)
-        self._rotaries: list[Rotary] = list(rotaries)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._num_positions = 0
         self._c_rotaries: Any = None
@@ -222,6 +235,7 @@ class CpuLayers:
         )
 
     def _run(self, given: _Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `run_layers`."""
         compiled, c, stream, sides = library(), self._c, given.stream, given.sides
         count, positions = len(stream), given.positions.contiguous()
         assert compiled is not None and (compiled.page, compiled.max_dim) == (PAGE, MAX_HEAD_DIM)
@@ -267,19 +281,21 @@ class CpuLayers:
             self._c_rotaries = (_Rotary * len(self._tables))(*each)
 
     def _layer_of(self, number: int, layer: Layer, stream_norm: Norm | None) -> _Layer:
-        attention, mlp, side = layer.mixer, layer.mlp, layer.side
-        assert not isinstance(mlp, Experts)
+        attention, side = layer.mixer, layer.side
+        experts, mlp = (layer.mlp, layer.mlp.shared) if isinstance(layer.mlp, Experts) else (None, layer.mlp)
         hidden, rotary, dim = attention.o.out_features, attention.rotary, attention.head_dim
         heads, kv_heads = attention.heads, attention.kv_heads
         num_kv = 0 if attention.kv_of is not None else 1 if attention.values_are_keys else 2
         qkv = self._matrices(attention.qkv, heads * dim, *[kv_heads * dim] * num_kv)
-        neurons = mlp.down.in_features
-        up = list(self._matrices(mlp.up, *[neurons] * (2 if mlp.gated else 1)))
+        up, down, activation = [_Matrix()], _Matrix(), 0
+        if mlp is not None:
+            up = list(self._matrices(mlp.up, *[mlp.down.in_features] * (2 if mlp.gated else 1)))
+            (down,), activation = self._matrices((mlp.down,)), _ACTIVATIONS.index(mlp.activation)
         growth, growth_length = attention.growth or (0.0, 0)
         window, chunk = attention.window or 0, attention.chunk or 0
         return _Layer(
             *(*qkv, *[_Matrix()] * (2 - num_kv), *self._matrices((attention.o,))),
-            *(*up, *[_Matrix()] * (2 - len(up)), *self._matrices((mlp.down,))),
+            *(*up, *[_Matrix()] * (2 - len(up)), down, self._experts_of(experts) if experts is not None else None),
             *self._matrices((side.up, side.down) if side is not None else (None, None)),
             *(_norm_of(norm, hidden) for norm in (layer.pre, layer.post, layer.pre_mlp, layer.post_mlp)),
             _norm_of(side.post if side is not None else None, hidden),
@@ -291,9 +307,41 @@ class CpuLayers:
             *(heads, kv_heads, dim, window, chunk, growth_length),
             number if attention.kv_of is None else attention.kv_of,
             *((-1, 0, 0) if rotary is None else (self._rotaries.index(rotary), rotary.dims, rotary.interleaved)),
-            *(attention.norms_turned, _ACTIVATIONS.index(mlp.activation)),
+            *(attention.norms_turned, activation),
             *(_ACTIVATIONS.index(side.activation if side is not None else None), layer.parallel is not None),
         )
+
+    def _experts_of(self, experts: Experts) -> int:
+        """The address of a layer's experts."""
+        router, neurons = experts.router, experts.down.shape[1 if experts.transposed else 2]
+        first, second = slice(neurons), slice(neurons, None)
+        if experts.interleaved:
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        parts = [(experts.gate_up, experts.gate_up_bias, part) for part in (first, second)]
+        products = []
+        for weights, biases, part in (*parts, (experts.down, experts.down_bias, slice(None))):
+            own = weights.detach().transpose(1, 2) if experts.transposed else weights.detach()
+            bias = [None] * len(own) if biases is None else biases.detach()[:, part]
+            matrices = [self._packed_anew(each[part], vector) for each, vector in zip(own, bias, strict=True)]
+            products.append((_Matrix * len(own))(*matrices))
+        numbers = (router.least_sum, router.added_to_sum, router.factor, experts.limit or 0.0, experts.alpha or 0.0)
+        sizes = (len(router.weight), router.top_k, router.groups, router.top_groups, _SCORINGS.index(router.scoring))
+        made = _Experts(
+            self._packed_anew(router.weight.detach(), router.bias),
+            *self._matrices((experts.shared_gate,)),
+            _address(router.correction),
+            *map(ctypes.addressof, products),
+            *(*numbers, *sizes, router.normalise, _ACTIVATIONS.index(experts.activation)),
+        )
+        self._made += [made, *products]
+        return ctypes.addressof(made)
+
+    def _packed_anew(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+        """The matrix of a weight that is no linear layer's, with a packed copy of its own."""
+        packed, bias = pack_anew(weight.contiguous()), bias.detach().contiguous() if bias is not None else None
+        self._made += [packed, bias]
+        own = weight.data_ptr() if weight.is_contiguous() else None
+        return _Matrix(own, packed.data_ptr(), _address(bias), *weight.shape, packed.dtype is torch.int16)
 
     def _sides_of(self, sides: SideInputs | None, num_layers: int) -> tuple[_Matrix, _Norm, float, float]:
         if sides is None:
@@ -320,7 +368,7 @@ class CpuLayers:
         assert compiled is not None and first + size <= len(weight)
         num_inputs, is_aligned = weight.shape[1], first % compiled.panel == 0
         packed = pack(weight) if is_aligned else pack_anew(weight[first : first + size])
-        self._packed.append(packed)
+        self._made.append(packed)
         before = first * num_inputs * packed.element_size() if is_aligned else 0
         return _Matrix(
             weight.data_ptr() + first * num_inputs * weight.element_size(),
@@ -451,7 +499,8 @@ class Fused(Generic[_L]):
 
 def why_not_on_cpu(model: PreTrainedModel) -> str | None:
     """The reason why the library cannot run a model whose linear layers `speed_up` has replaced; None if it can."""
-    if library() is None:
+    compiled = library()
+    if compiled is None:
         return "the C layers were not built"
     if model.dtype is not torch.float32:
         return f"the C layers compute in float32, and the model is in {str(model.dtype).removeprefix('torch.')}"
@@ -461,9 +510,10 @@ def why_not_on_cpu(model: PreTrainedModel) -> str | None:
         if not any(isinstance(module, FewTokensLinear) for module in model.modules()) and why_not(model) is None:
             return "a model given in memory keeps PyTorch's linear layers: load it by its name or folder"
         return str(error)
-    if any(isinstance(layer.mlp, Experts) for layer in what.layers):
-        return "the C layers have no experts"
-    if any(layer.mixer.latent is not None for layer in describe(model, FewTokensLinear).layers):
+    numbers = [layer.mlp.router.num_experts for layer in what.layers if isinstance(layer.mlp, Experts)]
+    if max(numbers, default=0) > compiled.max_experts:
+        return f"it has {max(numbers)} experts, and the C layers at most {compiled.max_experts}"
+    if any(layer.mixer.latent is not None for layer in what.layers):
         return "the C layers have no latent attention"
     return None if all_readable(model.parameters()) else "its weights are not plain tensors in one piece"
 

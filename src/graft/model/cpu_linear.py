@@ -158,6 +158,7 @@ class Library(NamedTuple):
     panel: int  # outputs of a panel
     page: int  # tokens of a page of the KV cache
     max_dim: int  # the largest head_dim of attention
+    max_experts: int
 
 
 @cache
@@ -167,7 +168,7 @@ def library() -> Library | None:
     variant = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     try:
         loaded: Any = compiled(HERE, f"_cpu_linear{variant}")
-        names = ("graft_panel", "graft_page", "graft_max_dim")
+        names = ("graft_panel", "graft_page", "graft_max_dim", "graft_max_experts")
         constants = [ctypes.c_long.in_dll(loaded, name).value for name in names]
         multiply, run_layers, scratch_size = loaded.graft_linear, loaded.graft_layers, loaded.graft_layers_scratch
         highest = loaded.graft_highest

@@ -1,6 +1,7 @@
 /* Functions of vectors of LANES numbers: exponentials, tanh, activations, sums, and a row's highest numbers.
    `cpu_linear.c` includes this file and says what a vector is. */
 
+#include <float.h>
 #include <math.h>
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
