@@ -42,10 +42,10 @@ def both(model):
     return fused(model), TargetRunner(model, TAPS)
 
 
-DENSE = [name for name in FAMILIES if name not in LATENT]
+NAMES = [name for name in FAMILIES if name not in LATENT]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", NAMES)
 def test_families_give_what_transformers_gives(name, monkeypatch):
     run_as_on(CAPABILITIES[0], monkeypatch)
     model = family_model(name)
@@ -136,7 +136,7 @@ def test_texts_are_those_of_transformers_generate(name):
 # The check on load
 
 
-@pytest.mark.parametrize("fault", [fault for fault, (name, _) in FAULTS.items() if name in DENSE])
+@pytest.mark.parametrize("fault", [fault for fault, (name, _) in FAULTS.items() if name in NAMES])
 def test_a_wrong_description_is_refused_on_load(fault, monkeypatch):
     name, change = FAULTS[fault]
     model = cpu_sped(family_model(name))

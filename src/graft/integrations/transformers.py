@@ -260,14 +260,17 @@ class _Prefill:
         inputs = model.prepare_inputs_for_generation(self._ids, is_first_iteration=True, **kwargs)
         with evaluating(model):
             model(**inputs, return_dict=True)
+        for module in model.modules():
+            if hasattr(module, "expand_kv"):  # the cache has latents, and ours has what is made of them
+                cached = kwargs["past_key_values"].layers[module.layer_idx]
+                cached.keys, cached.values = module.expand_kv(cached.keys, cached.values)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         for row in range(num_rows):
             first = 0 if mask is None else length - int(mask[row].sum())
             last = length - first - 1  # position of the last token, which is the first round's root
             # If a token has several positions, those for the rotary embedding come last.
             offset = 0 if positions is None else int(positions.view(-1, num_rows, length)[-1, row, -1]) - last
-            expand = [module.expand_kv for module in model.modules() if hasattr(module, "expand_kv")]
-            batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset, expand)
+            batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset)
 
 
 class _CriteriaSequence(Sequence):

@@ -13,7 +13,7 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -506,20 +506,10 @@ class KVCache(Cache):
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
 
-    def fill(
-        self,
-        row: int,
-        source: Cache,
-        source_row: int,
-        first: int,
-        end: int,
-        offset: int,
-        expand: Sequence[Callable[[Tensor, Tensor], Pair]] = (),
-    ) -> None:
+    def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
         """Copy the entries [first, end) of a cache that the model's own forward has filled to an empty row, and commit.
 
-        offset: `Row.offset` of the tokens that follow. expand: by layer, what makes keys and values of cached latents;
-        empty: there are none.
+        offset: `Row.offset` of the tokens that follow.
         """
         own = self.rows[row]
         self.pool.ensure(own, end - first)
@@ -529,7 +519,6 @@ class KVCache(Cache):
             if states[0] is None:  # the layer shares another layer's keys and values
                 continue
             states = [part[source_row : source_row + 1, :, first:end] for part in states]
-            states = expand[layer](*states) if expand else states
             for stored, part in zip(self.store.of_layer(layer, *states), states, strict=True):
                 stored.index_copy_(0, slots, part[0].transpose(0, 1))
         own.length, own.offset = end - first, offset
