@@ -28,15 +28,15 @@ from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
 from graft.bench.shapes import ModelShape
 from graft.bench.tasks import Question
+from graft.drafters.block.drafter import BlockDrafter
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.factory import drafter_for
 from graft.engine import Engine
 from graft.engine.jobs import Failure, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.engine.settings import SchedulerSettings
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, policy_with
-from graft.spec_decode.proposers.block.drafter import BlockDrafter
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.factory import drafter_for
 from graft.tuning.learned import equip
 
 PLAIN, GRAFT = "plain", "graft"

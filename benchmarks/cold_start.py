@@ -29,7 +29,7 @@ from common import command_line
 
 from graft import Engine, load
 from graft.bench.tasks import built_in_tasks
-from graft.data import user_message
+from graft.prompt_files import user_message
 
 BUSY = "import time\nwhile True:\n    sum(range(100000))"
 

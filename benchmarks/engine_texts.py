@@ -106,11 +106,11 @@ def open_graft(options: argparse.Namespace) -> tuple[Any, Rounds]:
     import torch
 
     import graft.bench.baselines  # noqa: F401 - registers `dense`
+    from graft.drafters.drafter import TreeSettings
     from graft.engine import Engine
     from graft.loading import load, load_drafter
     from graft.model.sampler import SamplingSettings
     from graft.request.sequence import Sequence
-    from graft.spec_decode.proposers.drafter import TreeSettings
 
     torch.set_num_threads(options.threads)
     plain = load(options.model, policy="off", dtype="fp32", device="cpu")

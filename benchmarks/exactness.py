@@ -32,13 +32,13 @@ from common import DEVICE, MODELS, TINY, all_prompts, command_line, make_model, 
 from torch import Tensor
 
 from graft.bench.baselines.dense import Dense
+from graft.drafters.drafter import Passes
 from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import PolicySettings, make_policy
-from graft.spec_decode.proposers.drafter import Passes
 from graft.tree.device.round import AddLevel
 
 Best = tuple[int, float]  # the likeliest token at a position and its logit

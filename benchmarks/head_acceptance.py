@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
 from graft.bench.settings import POLICY_METHODS, check_names
 from graft.bench.tasks import questions, read_tasks
+from graft.drafters.drafter import TreeSettings
 from graft.errors import GraftError
 from graft.hub.draft_names import NONE
 from graft.loading import load, load_drafter
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
-from graft.spec_decode.proposers.drafter import TreeSettings
 
 _TREE = TreeSettings()
 

@@ -45,13 +45,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graft
 from graft.bench.tasks import BUILT_IN, PROMPTS_FOLDER
-from graft.compare import Decoded, find_difference, plain_twin
+from graft.checking.compare import Decoded, find_difference, plain_twin
+from graft.checking.reference import processors, transformers_answer
 from graft.errors import GraftError
 from graft.hub.pull import pull
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model.sampler import SamplingSettings
 from graft.model.unusual_layers import weights_in_words
-from graft.transformers_reference import processors, transformers_answer
 
 START, END = "<!-- made by benchmarks/quantized_formats.py -->", "<!-- end -->"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

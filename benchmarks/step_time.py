@@ -30,16 +30,16 @@ import common
 import torch
 from tree_attention import random_tree
 
+from graft.drafters.drafter import Passes, TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from graft.drafters.factory import fused_for
 from graft.model import KVCache
 from graft.model.captures import Run, context_for
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.families import why_not
 from graft.model.kernels import overlap
 from graft.model.noise import ComingDraws, RowDraws
-from graft.spec_decode.proposers.drafter import Passes, TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
-from graft.spec_decode.proposers.factory import fused_for
 from graft.tree.device.buffers import DraftDraws
 from graft.tree.tree import DraftTree
 

@@ -22,10 +22,10 @@ from common import command_line
 from torch import Tensor
 
 import graft.model.verified
+from graft.drafters.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.model import VerifyOutput
 from graft.model.noise import NUM_KINDS
 from graft.spec_decode.memory import FACTORS
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL, TreeSettings
 from graft.spec_decode.sources import calibrated
 from graft.tree.device import c_kernels
 from graft.tree.device.buffers import NUM_SUCCESSORS, Tables

@@ -13,10 +13,10 @@ from common import add_model, add_prompts, command_line, load_pair, mixed_questi
 
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import ModelShape
+from graft.drafters import block, eagle3
+from graft.drafters.block.drafter import BlockDrafter
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.errors import GraftError
-from graft.spec_decode.proposers import block, eagle3
-from graft.spec_decode.proposers.block.drafter import BlockDrafter
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
 NUM_WARMUP = 64
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from graft import Engine
+from graft.drafters.block import BlockConfig, BlockHead
 from graft.model import target_for
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 

@@ -11,13 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 from drafted import drafts
 from graft import Engine
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.eagle3.fused_head import FastHead
 from graft.model import TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
 from graft.model.step import Chunk
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from heads import SMALL_TREE, make_head
 from proposers import random_tree
 from tiny import byte_tokenizer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import Passes
 from graft.model.captures import context_for
-from graft.spec_decode.proposers.drafter import Passes
 
 ALL = 4096  # nodes to keep of a level
 

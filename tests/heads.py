@@ -2,8 +2,8 @@
 
 import torch
 
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from tiny import VOCAB
 
 SMALL_TREE = TreeSettings(depth=3, topk=3, total_token=9)

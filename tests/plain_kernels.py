@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graft.drafters.block import kernels as block_kernels
+from graft.drafters.block import tree
+from graft.drafters.eagle3 import kernels as eagle3_kernels
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import draw as draw_kernels
 from graft.model.kernels import eight_bits as eight_bit_kernels
@@ -22,9 +25,6 @@ from graft.model.layout import Layout
 from graft.model.network import Attention, Norm
 from graft.model.noise import gumbel_noise, noise_of_tokens
 from graft.model.sampler import truncated
-from graft.spec_decode.proposers.block import kernels as block_kernels
-from graft.spec_decode.proposers.block import tree
-from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device.buffers import Beams, DraftDraws
 
 

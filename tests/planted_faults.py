@@ -118,7 +118,7 @@ _FAULTS = r"""
 # kernels: of equal logits the last token is taken
 -token = tl.min(tl.where(ordered == value, ids, 0x7FFFFFFF), axis=0)
 +token = tl.max(tl.where(ordered == value, ids, -1), axis=0)
-= src/graft/spec_decode/proposers/block/fused_head.py
+= src/graft/drafters/block/fused_head.py
 ! test_captured_block.py::test_drafts_are_those_of_the_eager_drafter
 # noise: slots of a block on the device share the noise of the first
 -DraftDraws(seeds, temperatures, positions + places, by_row.to_target)
@@ -564,12 +564,12 @@ _FAULTS = r"""
 # fused layers: layers are not compared with transformers' own on load
 -            self.not_fused = why_unlike(self.model, what, layers)
 +            self.not_fused = None
-= src/graft/spec_decode/proposers/eagle3/head.py
+= src/graft/drafters/eagle3/head.py
 ! test_eagle3_head.py::test_forward_is_the_published_layer
 # heads: keys are normed by the weights of queries
 -query, key = attention.q_norm(query), attention.k_norm(key)
 +query, key = attention.q_norm(query), attention.q_norm(key)
-= src/graft/spec_decode/proposers/mtp/checkpoint.py
+= src/graft/drafters/mtp/checkpoint.py
 ! test_mtp.py::test_weights_in_8_bits_are_multiplied_by_the_scales_of_their_blocks
 # heads: weights in 8 bits are multiplied by other blocks' scales
 -wide = scale.float().repeat_interleave(
@@ -742,7 +742,7 @@ _FAULTS = r"""
 # CPU layers: the exact gelu is the other one
 -    if (activation == GELU) return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f);
 +    if (activation == NONE) return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f);
-= src/graft/spec_decode/proposers/eagle3/cpu_head.py
+= src/graft/drafters/eagle3/cpu_head.py
 ! test_cpu_head.py::test_a_fused_head_drafts_what_its_modules_draft
 # CPU head: attention is added to the hidden state where the head adds it to the normed one
 -adds_to_normed=config.norm_before_residual,
@@ -929,7 +929,7 @@ _FAULTS = r"""
 # beams: a beam forgets the path of its parent
 -                memcpy(entries, old + beam * depth, (size_t)number * sizeof(int32_t));
 +                memcpy(entries, old, (size_t)number * sizeof(int32_t));
-= src/graft/spec_decode/proposers/recurrent.py
+= src/graft/drafters/recurrent.py
 ! test_drafter.py::test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it
 # heads: every beam goes on from the features of the likeliest
 -        hidden = features.flatten(0, 1)[origins.flatten().to(device)][None]

@@ -12,9 +12,9 @@ from graft.bench.baselines.gate_calibration import best_threshold, chain_thresho
 from graft.bench.baselines.gates import PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.settings import POLICY_METHODS
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import POLICIES
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from tiny import tiny_model
 

@@ -24,14 +24,14 @@ from graft.bench.runner import run, variants
 from graft.bench.runs import make_methods
 from graft.bench.settings import PEERS, BenchSettings, check_states
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions, without_repeats
+from graft.checking.reference import transformers_answer
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine.flight import Flight
 from graft.request.stats import Stats
 from graft.spec_decode.policies import PolicySettings
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.transformers_reference import transformers_answer
 from heads import SMALL_TREE, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 

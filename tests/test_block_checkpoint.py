@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from graft.drafters.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
 from graft.errors import GraftError
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
 from pickles import RunsCode
 from published_heads import (
     DRAFTED,

@@ -7,11 +7,11 @@ from batches import prefilled
 from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_head
 from drafted import drafts
 from graft import Engine
+from graft.drafters.block import save_head
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.drafter import TreeSettings
 from graft.loading import load_drafter
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.block import save_head
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.drafter import TreeSettings
 from tiny import VOCAB, tiny_model
 
 EXACT = BlockTreeSettings(

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from block_oracle import Network
+from graft.drafters.block import BlockConfig, BlockHead, default_target_layers
 from graft.errors import GraftError
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, default_target_layers
 from tiny import target_config
 
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 37, 16, 2, 4, 5
@@ -180,5 +180,5 @@ def test_a_shortlists_logits_are_those_of_its_tokens_however_few_are_gathered_at
     everything = head.conditionals(hidden, parents)  # [B, K, 4, vocab]
     expected = everything.gather(-1, shortlist[:, :, None].expand(-1, -1, 4, -1))
     for most in (2**27, 1):
-        monkeypatch.setattr("graft.spec_decode.proposers.block.head._GATHERED", most)
+        monkeypatch.setattr("graft.drafters.block.head._GATHERED", most)
         torch.testing.assert_close(head.conditionals(hidden, parents, shortlist), expected)

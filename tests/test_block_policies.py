@@ -13,11 +13,11 @@ from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine.flight import Flight
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.buffers import NUM_BUCKETS
 from heads import make_head as make_eagle3_head
 from heads import plain_draft

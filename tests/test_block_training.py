@@ -15,8 +15,8 @@ from torch.nn.functional import kl_div
 from graft import GraftError
 from graft.cli.train import ANSWERING, BLOCK, EAGLE3, LAYERS, PRUNED, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
-from graft.spec_decode.proposers.block import load_head
-from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
+from graft.drafters.block import load_head
+from graft.drafters.block.drafter import BlockTreeSettings
 from graft.train.block import (
     BlockObjective,
     block_attention,

@@ -10,12 +10,12 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 from block_heads import make_head
 from captured_parts import DEVICE, PROMPT, StaticTarget, Text, assert_alike, draws_of
 from drafted import drafts
+from graft.drafters import head_drafter
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.block.fused_head import FastBlock, why_not
+from graft.drafters.head_drafter import HeadDrafter
 from graft.model.captures import Captures
 from graft.model.step import Chunk
-from graft.spec_decode.proposers import head_drafter
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.block.fused_head import FastBlock, why_not
-from graft.spec_decode.proposers.head_drafter import HeadDrafter
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)

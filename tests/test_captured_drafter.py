@@ -21,15 +21,15 @@ from captured_parts import (
     drafter_of,
 )
 from graft import Engine, SamplingSettings
+from graft.drafters import draft_buffers, head_drafter
+from graft.drafters.beam_drafter import num_beams
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.noise import ComingDraws, RowDraws
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers import draft_buffers, head_drafter
-from graft.spec_decode.proposers.beam_drafter import num_beams
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.tree import DraftTree
 from tiny import tiny_model
 

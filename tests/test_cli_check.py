@@ -1,4 +1,4 @@
-"""`graft check` and `graft.compare`: differences are found, named, and told from exact ties."""
+"""`graft check` and `graft.checking.compare`: differences are found, named, and told from exact ties."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import torch
 
 import graft as library
 from graft import SamplingSettings, loading
-from graft import compare as checking
-from graft.compare import Decoded, compare, find_difference, plain_twin
+from graft.checking import compare as checking
+from graft.checking.compare import Decoded, compare, find_difference, plain_twin
+from graft.checking.reference import processors
 from graft.model.sampler import Sampler
-from graft.transformers_reference import processors
 from proposers import Oracle
 from tiny import tiny_model
 

@@ -14,10 +14,10 @@ from drafted import drafts
 from graft import Engine, GraftError
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import SHAPES, ModelShape
-from graft.spec_decode.proposers.block import BlockHead
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.drafters.block import BlockHead
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.eagle3 import Eagle3Config, Eagle3Head, save_head
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 

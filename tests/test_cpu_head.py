@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graft.drafters.drafter import Passes, TreeSettings
+from graft.drafters.eagle3.cpu_head import why_not
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.model import TargetRunner, cpu_layers, cpu_linear
 from graft.model.kv_cache import PAGE
-from graft.spec_decode.proposers.drafter import Passes, TreeSettings
-from graft.spec_decode.proposers.eagle3.cpu_head import why_not
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from test_cpu_layers import cpu_sped, in_place, moved, run_as_on, unseen
 from test_cpu_linear import CAPABILITIES, needs_kernel

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from graft import GraftError
+from graft.drafters.eagle3.checkpoint import inspect_head
+from graft.drafters.mtp.checkpoint import _files_by_name
 from graft.files import read_json
 from graft.hub.export import accepted_table, load_table
 from graft.hub.manifest import MANIFEST, check_sizes, record_files, version_of
-from graft.spec_decode.proposers.eagle3.checkpoint import inspect_head
-from graft.spec_decode.proposers.mtp.checkpoint import _files_by_name
 from graft.train.card import read_log
 from graft.train.generate_data import read_answers
 from graft.train.layer_pruning import read_order

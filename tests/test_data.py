@@ -2,8 +2,8 @@
 
 import pytest
 
-from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
+from graft.prompt_files import PromptRow, read_prompts, user_message
 from tiny import byte_tokenizer
 
 

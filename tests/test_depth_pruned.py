@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import graft as package
 from graft import Engine, GraftError
-from graft.spec_decode.proposers.head_kinds import kind_of
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.drafters.head_kinds import kind_of
+from graft.drafters.small_model import SmallModelDrafter
 from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, measured_text
 from graft.train.generate_data import Answered
 from graft.train.layer_pruning import LayerSubset, find_removal_order

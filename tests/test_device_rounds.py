@@ -15,6 +15,9 @@ import graft.bench.baselines  # noqa: F401 - registers `dense` and the ablations
 from batches import opened
 from captured_parts import DEVICE, CapturedEagle3Drafter, TwoContexts, plain_answers, plain_ids, use_host
 from graft import Engine, SamplingSettings
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.block.fused_head import FastBlock
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine.captured_rounds import CapturedRounds
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.device_rounds import DeviceRounds
@@ -28,9 +31,6 @@ from graft.model.captures import ROWS, padded
 from graft.model.cuda_graphs import STEP_SIZES
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.memory import FACTORS
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.block.fused_head import FastBlock
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.buffers import Tables
 from graft.tree.device.round import MAX_TREE_TOKENS, DeviceRound, Sources
 from heads import SMALL_TREE, make_head

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from drafted import Level, levels_of
-from graft.hashing import mix64
+from graft.drafters.block.tree import Table
+from graft.drafters.block.tree import grown as grown_on_host
+from graft.model.hashing import mix64
 from graft.model.kv_cache import Row
 from graft.model.noise import NUM_KINDS, RowDraws
 from graft.model.step import FlatStep
-from graft.spec_decode.proposers.block.tree import Table
-from graft.spec_decode.proposers.block.tree import grown as grown_on_host
 from graft.tree.device import c_kernels
 from graft.tree.device.buffers import MAX_LENGTH, Draws, Others, Pool, PoolShape, Ranked, Tables, Texts, Trees
 

@@ -8,8 +8,8 @@ import torch
 from batches import plain_rounds, prefilled
 from drafted import drafts
 from graft import Engine, SamplingSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head, plain_draft
 from tiny import tiny_model
 

@@ -10,10 +10,10 @@ import torch
 
 import graft
 from graft import load
+from graft.drafters.eagle3 import save_head
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.hub.draft_names import NONE, description
 from graft.hub.drafters import NAMED
-from graft.spec_decode.proposers.eagle3 import save_head
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import learned
 from graft.tuning.drafters import Measured, best_draft, known_results, remember, split_prompts
 from graft.tuning.profile import About, Profile
@@ -148,12 +148,12 @@ def test_every_drafter_that_is_made_from_the_target_is_described():
 def test_the_core_knows_no_kind_of_drafter_by_name():
     """All kinds are in `hub.drafters`: a new one is a new folder and a line there."""
     root = Path(graft.__file__).parent
-    proposers = root / "spec_decode" / "proposers"
+    drafters = root / "drafters"
     shared = {"base", "drafter", "factory"}
-    kinds = {path.stem for path in proposers.iterdir()} - shared
+    kinds = {path.stem for path in drafters.iterdir()} - shared
     assert {"block", "eagle3", "early_exit", "mtp", "other_tokenizer", "small_model"} <= kinds
     rooms = ("engine", "request", "tree", "tuning", "model", "spec_decode/policies")
     core = [root / "loading.py", *(root / "spec_decode").glob("*.py")]
     core += [path for room in rooms for path in (root / room).rglob("*.py")]
-    named = re.compile(rf"proposers(\.| import .*\b)({'|'.join(sorted(kinds))})\b")
+    named = re.compile(rf"graft\.drafters(\.| import .*\b)({'|'.join(sorted(kinds))})\b")
     assert not [(path.name, line) for path in core for line in path.read_text().splitlines() if named.search(line)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from graft.hashing import GOLDEN
+from graft.model.hashing import GOLDEN
 from graft.model.noise import gumbel_noise
 from graft.model.sampler import LOWEST, truncated, weights
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from graft.drafters.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
+from graft.drafters.eagle3.layouts import LAYOUTS
+from graft.drafters.head_kinds import kind_of
 from graft.errors import GraftError
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
-from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS
-from graft.spec_decode.proposers.head_kinds import kind_of
 from pickles import RunsCode
 from tiny import target_config
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from graft.drafters.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
 from graft.errors import GraftError
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
 from tiny import target_config
 
 WIDTH = 6

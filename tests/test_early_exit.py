@@ -9,9 +9,9 @@ import graft
 from batches import prefilled
 from drafted import drafts
 from graft import Engine, GraftError
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer, exit_layer
-from graft.spec_decode.proposers.early_exit.exit_layer import ExitEstimate, estimate_exits
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.early_exit import EarlyExitDrafter, choose_exit_layer, exit_layer
+from graft.drafters.early_exit.exit_layer import ExitEstimate, estimate_exits
 from graft.tree.tree import DraftTree
 from graft.tuning.profile import About
 from tiny import byte_tokenizer, settled_model, tiny_model

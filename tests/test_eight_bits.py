@@ -8,13 +8,13 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 from attention_problems import Problem
 from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, Text
 from graft import Engine
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3 import fused_head
+from graft.drafters.eagle3 import kernels as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products, Tile, tile_for
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3 import fused_head
-from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from tiny import tiny_model
 
 # Triton's interpreter rounds to 8 bits less well than a GPU does.

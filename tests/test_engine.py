@@ -11,12 +11,12 @@ import torch
 from batches import counting_tokens, opened
 from gates import Gate
 from graft import Engine, GraftError, load
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine.answers import Stream
 from graft.engine.rounds import PrefillChunk
 from graft.errors import ContextError
 from graft.model.sampler import SamplingSettings
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model

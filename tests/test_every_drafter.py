@@ -9,13 +9,13 @@ import block_heads
 from batches import graphs_of, prefilled
 from drafted import drafts
 from graft import Engine
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.early_exit import EarlyExitDrafter
+from graft.drafters.small_model import SmallModelDrafter
 from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from scheduling import Asked, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, settled_model, tiny_model
 
@@ -115,7 +115,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, kind):
 
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
     levels, _ = first_levels(made()[0])
-    for place in ("engine.engine", "spec_decode.proposers.small_model", "spec_decode.proposers.early_exit.drafter"):
+    for place in ("engine.engine", "drafters.small_model", "drafters.early_exit.drafter"):
         monkeypatch.setattr(f"graft.{place}.target_for", OneContext)
     engine, drafter = made()
     drafter.warm_up(engine.target, 3)

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from graft.drafters import block, eagle3
 from graft.errors import GraftError
 from graft.hub.export import export_custom_generate, export_head
-from graft.spec_decode.proposers import block, eagle3
 from tiny import target_config, tiny_model
 
 TARGET = target_config(head_dim=8)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graft
 from graft import Engine
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine import decode_loop, page_allocator
 from graft.engine import engine as engines
 from graft.engine import scheduler as scheduling
@@ -31,7 +32,6 @@ from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import decoded_before
 from graft.server.grammar import Grammars, GrammarSpec, LLMatcher
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
 from scheduling import assert_unused
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model

@@ -17,6 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 
 from captured_parts import DEVICE, PROMPT, SmallDrafter, Text
+from graft.drafters import head_drafter
+from graft.drafters.drafter import Passes, TreeSettings
+from graft.drafters.eagle3 import kernels as eagle3_kernels
+from graft.drafters.head_drafter import HeadDrafter
 from graft.model.captures import Captures
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import gate, overlap
@@ -26,10 +30,6 @@ from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.eight_bits import EIGHT_BITS, in_eight_bits
 from graft.model.kernels.matmul import EightBits, Products
 from graft.model.layout import Layout
-from graft.spec_decode.proposers import head_drafter
-from graft.spec_decode.proposers.drafter import Passes, TreeSettings
-from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
-from graft.spec_decode.proposers.head_drafter import HeadDrafter
 from graft.tree.device.buffers import Beams
 from tiny import tiny_model
 

@@ -14,6 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 import reference
 from attention_problems import DEVICE, DTYPES, LONG_BRANCH, NOBODY, Problem, chain, ints, some_tree, strips_of
+from graft.drafters.block import kernels as block_kernels
+from graft.drafters.block import tree as block_tree
+from graft.drafters.eagle3 import kernels as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import rotary as rotary_kernels
@@ -23,9 +26,6 @@ from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, t
 from graft.model.kv_cache import Row
 from graft.model.noise import gumbel_noise
 from graft.model.step import Chunk, FlatStep
-from graft.spec_decode.proposers.block import kernels as block_kernels
-from graft.spec_decode.proposers.block import tree as block_tree
-from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.tree.device import c_kernels, triton_kernels
 from graft.tree.device.buffers import Beams, DraftDraws
 from graft.tree.tree import PADDING

@@ -20,14 +20,14 @@ from batches import opened, prefill
 from drafted import drafts
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import drawn
+from graft.drafters.beam_drafter import likeliest
+from graft.drafters.block.drafter import BlockDrafter
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.early_exit import EarlyExitDrafter
+from graft.drafters.small_model import SmallModelDrafter
 from graft.model.noise import ComingDraws, RowDraws, draft_temperature, gumbel_noise, noise_of_tokens
 from graft.spec_decode.calibration import by_noise
-from graft.spec_decode.proposers.beam_drafter import likeliest
-from graft.spec_decode.proposers.block.drafter import BlockDrafter
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, modeling_layers
 from batches import opened, prefill, prefilled
 from drafted import drafts
 from graft import Engine, GraftError, SamplingSettings, load
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.mtp import has_head, load_head
+from graft.drafters.mtp.drafter import MtpDrafter
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
 from graft.model.kv_cache import KVCache, KVStore, PagePool
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.mtp import has_head, load_head
-from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
 from graft.tuning.drafters import full_name
 from tiny import ARCHITECTURES, byte_tokenizer, tiny_model
 

@@ -18,22 +18,22 @@ from transformers import PreTrainedTokenizerFast
 from batches import graphs_of, prefilled
 from drafted import drafts
 from graft import Engine, GraftError
-from graft.engine.scheduler import Scheduler
-from graft.engine.settings import SchedulerSettings
-from graft.loading import load
-from graft.model import TargetRunner
-from graft.request.stats import Clock
-from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.spec_decode.proposers.text_alignment import (
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.other_tokenizer import OtherTokenizerDrafter
+from graft.drafters.small_model import SmallModelDrafter
+from graft.drafters.text_alignment import (
     DraftedTree,
     TextRow,
     Vocabulary,
     VocabularyPair,
     as_target_tokens,
 )
+from graft.engine.scheduler import Scheduler
+from graft.engine.settings import SchedulerSettings
+from graft.loading import load
+from graft.model import TargetRunner
+from graft.request.stats import Clock
+from graft.spec_decode.policies import PolicySettings, policy_with
 from scheduling import Asked, undisturbed
 from tiny import tiny_model
 
@@ -503,7 +503,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
     monkeypatch.setattr("graft.engine.engine.target_for", OneContext)
-    monkeypatch.setattr("graft.spec_decode.proposers.other_tokenizer.target_for", OneContext)
+    monkeypatch.setattr("graft.drafters.other_tokenizer.target_for", OneContext)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     engine.warm_up(16, 2)

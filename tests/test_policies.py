@@ -6,12 +6,12 @@ import pytest
 
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import BASELINES
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine import direct_rounds
 from graft.engine.flight import Flight
 from graft.model import TargetRunner
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tree.device.round import DeviceRound
 from heads import make_head
 from tiny import tiny_model

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import graft as library
 from graft import Engine, GraftError
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.loading import load
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import learned
 from graft.tuning.learned import equip, path_of
 from graft.tuning.profile import About, Profile, head_fingerprint, model_fingerprint

@@ -408,11 +408,11 @@ def test_a_probability_is_in_the_bucket_of_its_face_value(edge):
 
 
 def test_the_round_needs_neither_transformers_nor_our_engine_nor_the_plugin_sglang():
-    names = ("acceptance", "calibration", "memory", "planner", "proposers", "sources", "step_times")
+    names = ("acceptance", "calibration", "memory", "planner", "sources", "step_times")
     program = f"""
 import importlib.util, sys
 sys.modules["transformers"] = sys.modules["sglang"] = None
-import graft.tree.device.round, {", ".join(f"graft.spec_decode.{name}" for name in names)}
+import graft.drafters, graft.tree.device.round, {", ".join(f"graft.spec_decode.{name}" for name in names)}
 import graft.model.sampler, graft.model.verified
 assert not [name for name in sys.modules if name in ("graft.engine", "graft.request.batch", "graft.model.runner")]
 import graft.integrations.sglang.plugin

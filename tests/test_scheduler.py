@@ -11,6 +11,8 @@ import torch
 
 from gates import PATIENCE, Clock, Gate, until
 from graft import Engine, GraftError
+from graft.drafters.drafter import DraftState, TreeSettings
+from graft.drafters.eagle3.drafter import Eagle3Drafter
 from graft.engine.device_rounds import DeviceRounds
 from graft.engine.jobs import BusyError, Failure
 from graft.engine.scheduler import Scheduler
@@ -19,8 +21,6 @@ from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.request.batch import Batch
 from graft.server.grammar import Grammars, GrammarSpec
-from graft.spec_decode.proposers.drafter import DraftState, TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from proposers import Oracle, RandomTrees
 from scheduling import Asked, alone, new_model, undisturbed, unsettled, watched

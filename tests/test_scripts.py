@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from graft.drafters import block, eagle3
+from graft.drafters.block import BlockConfig, BlockHead
+from graft.drafters.eagle3 import Eagle3Config, Eagle3Head
 from graft.errors import ModelError
 from graft.model import verified
-from graft.spec_decode.proposers import block, eagle3
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from tiny import BYTE_VOCAB, tiny_model
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"

@@ -11,12 +11,12 @@ import graft
 from batches import counting_tokens, plain_rounds, prefilled
 from drafted import drafts
 from graft import Engine, GraftError
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.other_tokenizer import OtherTokenizerDrafter
+from graft.drafters.small_model import SmallModelDrafter
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
 from graft.request.stats import Clock
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from graft import Engine, GraftError
+from graft.drafters.eagle3 import Eagle3Config, Eagle3Head
 from graft.model import TargetRunner
-from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from graft.train import eagle3 as eagle3_training
 from graft.train import packing
 from graft.train.card import eagle3_text, read_log, write_card

@@ -15,6 +15,8 @@ from transformers.models.llama import modeling_llama
 
 import graft
 from block_heads import make_head
+from graft.drafters.block.checkpoint import save_head
+from graft.drafters.block.fused_head import why_not as why_not_head
 from graft.errors import GraftError
 from graft.hub.drafters import load_drafter
 from graft.model import TargetRunner, cpu_layers, cpu_linear
@@ -28,8 +30,6 @@ from graft.model.unusual_layers import (
     unusual_layers,
     weights_in_words,
 )
-from graft.spec_decode.proposers.block.checkpoint import save_head
-from graft.spec_decode.proposers.block.fused_head import why_not as why_not_head
 from tiny import byte_tokenizer, tiny_model
 
 TOKENS = torch.tensor([[3, 17, 42, 9]])

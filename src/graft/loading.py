@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from graft.device_info import pick_device
+from graft.drafters.drafter import TreeSettings
 from graft.engine import Engine
 from graft.hub.draft_names import NONE, packaged_head_of
 from graft.hub.drafters import NAMED, check_kind, is_possible, load_drafter
@@ -18,7 +19,6 @@ from graft.load_options import AUTO, check_load_options, dtype_name
 from graft.model.support import check_supported, usable_model
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
-from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.tuning.drafters import best_draft, best_variant
 from graft.tuning.learned import equip, is_kept
 from graft.tuning.profile import About

@@ -19,11 +19,11 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM, Pr
 
 from graft.bench.shapes import ModelShape
 from graft.device_info import free_memory
+from graft.drafters.block.head import BlockHead
+from graft.drafters.eagle3.head import Eagle3Head
 from graft.errors import GraftError
 from graft.model.cpu_linear import speed_up
 from graft.settings import require
-from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 _NOISE = 0.02  # standard deviation of random weights, small enough that no product overflows in any dtype
 _SEED = 0

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.bench.baselines.gate_calibration import calibrated_gates
+from graft.drafters.drafter import Drafter
 from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
 from graft.request.stats import Stats
 from graft.spec_decode.policies import Policy, PolicySettings, policy_with
-from graft.spec_decode.proposers.drafter import Drafter
 
 PLAIN = "off"  # the reference for speeds and texts
 DENSE = "dense"  # the reference for modelled speeds

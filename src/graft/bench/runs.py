@@ -11,11 +11,11 @@ from graft.bench.baselines.ablations import EIGHT_BITS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import make_peer
 from graft.bench.settings import PEERS, check_names
+from graft.drafters.drafter import Drafter
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.factory import with_tree
 from graft.loading import tree_settings
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.factory import with_tree
 
 _USUAL = PolicySettings()
 

@@ -11,7 +11,7 @@ from graft.settings import Settings, check_size, require, require_known
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-    from graft.spec_decode.proposers.draft_head import HeadConfig
+    from graft.drafters.draft_head import HeadConfig
 
 
 _OF_EXPERTS = ("experts", "experts_per_token", "neurons")
@@ -66,7 +66,7 @@ class ModelShape(Settings):
     @classmethod
     def of_config(cls, config: LlamaConfig | HeadConfig) -> Self:
         """The shape of a model or of a head."""
-        from graft.spec_decode.proposers.block.config import BlockConfig  # needs torch, unlike shapes
+        from graft.drafters.block.config import BlockConfig  # needs torch, unlike shapes
 
         return cls(
             layers=config.num_layers if isinstance(config, BlockConfig) else getattr(config, "num_hidden_layers", 1),

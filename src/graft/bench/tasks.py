@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
+from graft.prompt_files import PromptRow, read_prompts, user_message
 from graft.settings import require
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ def bench(
     from graft.bench.shapes import ModelShape
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks, without_repeats
     from graft.cli.results_table import run_and_show
-    from graft.data import PromptRow
+    from graft.prompt_files import PromptRow
     from graft.spec_decode.policy_settings import PolicySettings
 
     # Check all options before loading the model.
@@ -175,11 +175,11 @@ def _head_name(draft: str, model_name: str) -> str | None:
 def widened_engine(engine: Engine, drafter: AnyDrafter | None, shape: ModelShape) -> tuple[Engine, AnyDrafter | None]:
     """The engine and its drafter at the cost of a larger model, with the same text and drafts."""
     from graft.bench.cost_emulation import widen, widen_head
+    from graft.drafters.block.drafter import BlockDrafter
+    from graft.drafters.eagle3.drafter import Eagle3Drafter
+    from graft.drafters.early_exit import EarlyExitDrafter
+    from graft.drafters.factory import drafter_for
     from graft.engine import Engine
-    from graft.spec_decode.proposers.block.drafter import BlockDrafter
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-    from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
-    from graft.spec_decode.proposers.factory import drafter_for
 
     aside("Widening the model ...")
     model = widen(engine.target.model, shape)

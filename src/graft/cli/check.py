@@ -13,12 +13,12 @@ import typer
 
 from graft.cli.options import LIMIT, LOADING, PROMPTS, SAMPLING, Given, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes
-from graft.data import PromptRow, read_prompts, user_message
 from graft.errors import GraftError
+from graft.prompt_files import PromptRow, read_prompts, user_message
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.compare import Candidate, Comparison
+    from graft.checking.compare import Candidate, Comparison
     from graft.engine import Engine
     from graft.model.sampler import SamplingSettings
 
@@ -90,7 +90,7 @@ def _compare(engine: Engine, files: dict[Path, list[PromptRow]], settings: Sampl
     from rich.markup import escape
     from rich.progress import track
 
-    from graft.compare import compare, plain_twin
+    from graft.checking.compare import compare, plain_twin
 
     asked = {path: _encoded(engine, path, prompts, settings) for path, prompts in files.items()}
     plain, console = plain_twin(engine), notes()
@@ -113,7 +113,7 @@ def _encoded(engine: Engine, path: Path, prompts: list[PromptRow], settings: Sam
 
 
 def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
-    from graft.compare import comparable_to_transformers
+    from graft.checking.compare import comparable_to_transformers
     from graft.request.stats import Stats
 
     different = [row for row in rows if row.result.difference is not None]

@@ -13,8 +13,8 @@ import typer
 
 from graft.cli.options import MODEL, Given, takes
 from graft.cli.terminal import load_engine
-from graft.data import user_message
 from graft.machine import are_cores_shared
+from graft.prompt_files import user_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ def demo(*, loading: Given) -> None:
 
     from rich.console import Console
 
-    from graft.compare import comparable_to_transformers
+    from graft.checking.compare import comparable_to_transformers
     from graft.model.sampler import SamplingSettings
     from graft.tuning.turns import speed_of
 
@@ -129,7 +129,7 @@ def _run(engine: Engine, console: Console, deadline: float) -> dict[str, Race]:
     from rich.padding import Padding
 
     from graft.bench.peers import make_peer
-    from graft.compare import plain_twin
+    from graft.checking.compare import plain_twin
     from graft.tuning.turns import decode_in_turns
 
     plain, peer = plain_twin(engine), make_peer("hf", engine.target.model)

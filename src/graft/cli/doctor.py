@@ -38,8 +38,8 @@ def doctor(
     [dim]Example:[/] graft doctor --model Qwen/Qwen2.5-7B-Instruct --prompts my-prompts.jsonl
     """
     from graft.bench.tasks import built_in_tasks, read_tasks
-    from graft.data import user_message
     from graft.errors import GraftError
+    from graft.prompt_files import user_message
 
     is_count = any(str(path).isdecimal() and not path.exists() for path in prompts or ())
     require(not is_count, "--prompts names a file; --limit is how many of its prompts to use")

@@ -13,7 +13,7 @@ from graft.load_options import config_of
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.spec_decode.proposers.checkpoints import Recognised
+    from graft.drafters.checkpoints import Recognised
 
 
 def load_check(
@@ -36,11 +36,11 @@ def load_check(
 
     import torch
 
+    from graft.drafters import block, eagle3
+    from graft.drafters.head_kinds import kind_of
     from graft.folders import folder_of
     from graft.home import is_gguf
     from graft.hub.load import load_config
-    from graft.spec_decode.proposers import block, eagle3
-    from graft.spec_decode.proposers.head_kinds import kind_of
 
     head = str(packaged_head(head) or head)
     kind = "model" if is_gguf(head) else kind_of(folder_of(head, ("config.json",)))  # before fetching the weights

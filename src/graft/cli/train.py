@@ -12,8 +12,8 @@ import typer
 
 from graft.cli.options import LIMIT, MODEL, PROMPTS, Given, Group, option, takes
 from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
-from graft.data import read_prompts
 from graft.hub.draft_names import check_head
+from graft.prompt_files import read_prompts
 from graft.settings import require, require_known
 
 if TYPE_CHECKING:

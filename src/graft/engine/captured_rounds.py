@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import Passes, num_setups_of
 from graft.engine import device_learning
 from graft.engine.adjustments import Adjustments
 from graft.engine.device_rows import ChoiceRule, draws_of, load_chunks
@@ -30,7 +31,6 @@ from graft.progress import Report
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.planner import Plan
-from graft.spec_decode.proposers.drafter import Passes, num_setups_of
 from graft.tree.device.round import DeviceRound, RoundShape
 
 if TYPE_CHECKING:

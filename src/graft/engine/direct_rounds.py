@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import Passes, num_setups_of
 from graft.engine.choosers import Choosers
 from graft.engine.device_rows import ChoiceRule, load_chunks
 from graft.engine.flight import Flight
@@ -30,7 +31,6 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.acceptance import walk_step
 from graft.spec_decode.planner import Plan
-from graft.spec_decode.proposers.drafter import Passes, num_setups_of
 from graft.tree.device.round import MAX_TOKENS, AddLevel, DeviceRound, RoundShape, Walked
 
 if TYPE_CHECKING:

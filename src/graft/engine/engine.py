@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from graft.data import user_message
+from graft.drafters.drafter import Drafter
 from graft.engine.answers import Choice, Generation, Stream
 from graft.engine.decode_loop import DecodeLoop
 from graft.engine.jobs import Job
@@ -28,12 +28,12 @@ from graft.model import target_for
 from graft.model.sampler import Chooser, SamplingSettings
 from graft.model.support import usable_model
 from graft.model.unusual_layers import check_tokens_apart
+from graft.prompt_files import user_message
 from graft.request.batch import Batch
 from graft.request.round_trace import RoundRecord
 from graft.request.sequence import Sequence as TokenSequence
 from graft.settings import check_size, require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, make_policy
-from graft.spec_decode.proposers.drafter import Drafter
 
 
 class Engine(Rounds):

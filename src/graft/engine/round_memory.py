@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import KEPT_OF_A_LEVEL
 from graft.engine.staging import Staging
 from graft.model import Row, TargetRunner
 from graft.model.captures import ROWS, Event, padded, pinned_zeros
@@ -20,7 +21,6 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.spec_decode.planner import Plan
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.proposers.drafter import KEPT_OF_A_LEVEL
 from graft.tree.device.buffers import NUM_BUCKETS, barred_numbers
 from graft.tree.device.round import MAX_TOKENS, MAX_TREE_TOKENS, DeviceRound, RoundShape, Sources
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from graft.drafters.drafter import Drafter, num_setups_of
 from graft.engine.device_rounds import DeviceRounds
 from graft.engine.device_rows import ChoiceRule, ReadChunk
 from graft.model import Chunk, KVCache, TargetRunner, VerifyOutput
@@ -20,7 +21,6 @@ from graft.request.batch import Batch
 from graft.request.sequence import Sequence as TokenSequence
 from graft.request.stats import Clock
 from graft.spec_decode.policies import Policy
-from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 
 
 class PrefillChunk(NamedTuple):

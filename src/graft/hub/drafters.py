@@ -2,8 +2,8 @@
 
 A name is one of three things: a key of `NAMED`, for drafters made from the target itself; a packaged model or head; or
 a folder, GGUF file or hub id, whose config.json says what it holds. Register a new drafter of the target's own parts
-here, and its name in `draft_names`. A new kind of head file also needs `proposers.head_kinds`, which recognises it, and
-`proposers.factory`, which runs it.
+here, and its name in `draft_names`. A new kind of head file also needs `graft.drafters.head_kinds`, which recognises
+it, and `graft.drafters.factory`, which runs it.
 """
 
 import math
@@ -16,6 +16,18 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graft.drafters import block, early_exit, mtp
+from graft.drafters.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.drafters.checkpoints import said_of
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.eagle3.checkpoint import load_head
+from graft.drafters.eagle3.drafter import Eagle3Drafter
+from graft.drafters.factory import drafter_for
+from graft.drafters.head_kinds import kind_of
+from graft.drafters.mtp.drafter import MtpDrafter
+from graft.drafters.other_tokenizer import OtherTokenizerDrafter
+from graft.drafters.small_model import SmallModelDrafter, shares_vocabulary
+from graft.drafters.text_alignment import Vocabulary, VocabularyPair
 from graft.folders import folder_of, read_config
 from graft.home import is_gguf
 from graft.hub.draft_names import EARLY_EXIT, MTP, name_of, named_layer, packaged_head
@@ -25,18 +37,6 @@ from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.support import usable_model
 from graft.model.unusual_layers import output_weight
 from graft.settings import require
-from graft.spec_decode.proposers import block, early_exit, mtp
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.checkpoints import said_of
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.checkpoint import load_head
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.factory import drafter_for
-from graft.spec_decode.proposers.head_kinds import kind_of
-from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
-from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
-from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vocabulary
-from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
 AnyDrafter = Eagle3Drafter | BlockDrafter | MtpDrafter | SmallModelDrafter
 

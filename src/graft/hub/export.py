@@ -64,9 +64,9 @@ def export_head(
     `benchmarks/batched_serving.py --out`.
     """
     tables = check_export(folder, engine, results, load)
+    from graft.drafters import block, eagle3
+    from graft.drafters.head_kinds import kind_of
     from graft.integrations.sglang.settings import check_residual
-    from graft.spec_decode.proposers import block, eagle3
-    from graft.spec_decode.proposers.head_kinds import kind_of
 
     source = folder_of(head)
     kind = kind_of(source)
@@ -106,7 +106,7 @@ def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """What a speculators config says about the target."""
     if engine != "speculators":
         return {}
-    from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
+    from graft.drafters.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
 
     constants: Any = EAGLE3_LAYOUTS["speculators"].constants["speculators_config"]
     return {"speculators_config": {**constants, "verifier": verifier}}

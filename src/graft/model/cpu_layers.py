@@ -2,7 +2,7 @@
 
 For a few tokens, torch's modules spend more time between the matrix products than in them. The model's own weights are
 read, and its own module gives rotary tables. Other models, and changed ones, are run by their own code. Draft heads are
-in `proposers/eagle3/cpu_head.py`.
+in `drafters/eagle3/cpu_head.py`.
 
 A token gets the same bits in every step: alone, in a tree, in a batch, or in a chunk of a prompt.
 """

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from graft.hashing import GOLDEN, mix64
+from graft.model.hashing import GOLDEN, mix64
 
 # Rows of one kind share their calibration. Kind 0 is greedy, or sampled with unknown noise; the other kinds are sampled
 # rows, by temperature.

@@ -1,4 +1,4 @@
 """Speculative decoding: proposals, the choice of the tree, acceptance, and learning from each round.
 
-`proposers` add candidate tokens, `policies` decide which of them a round verifies.
+Drafters are in `graft.drafters`; `policies` say with what a round's trees are made.
 """

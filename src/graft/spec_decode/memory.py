@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.hashing import mix64
+from graft.model.hashing import mix64
 from graft.spec_decode.sources import TABLES
 from graft.spec_decode.states import named, part_of
 from graft.tree.device.buffers import NO_TOKEN, NUM_SUCCESSORS, Tables

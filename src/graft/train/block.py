@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from graft.drafters.block import BlockConfig, BlockHead, KeyValue, default_target_layers
+from graft.drafters.block.drafter import BlockTreeSettings
+from graft.drafters.block.head import Attention, within_reach
 from graft.model.attention import attend
 from graft.model.unusual_layers import output_weight, readable_weights
 from graft.settings import require
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
-from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
-from graft.spec_decode.proposers.block.head import Attention, within_reach
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered, spread
 from graft.train.packing import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from graft.drafters.eagle3.head import Eagle3Head
 from graft.model.unusual_layers import output_weight, readable_weights
-from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
 from graft.train.packing import (

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from graft.data import user_message
+from graft.drafters import block, eagle3
 from graft.engine import Engine
 from graft.model.unusual_layers import output_weight
 from graft.progress import Report
+from graft.prompt_files import user_message
 from graft.settings import require
-from graft.spec_decode.proposers import block, eagle3
 from graft.train import block as block_training
 from graft.train import card
 from graft.train import eagle3 as eagle3_training

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graft.drafters.block import BlockHead, KeyValue
+from graft.drafters.block.drafter import BlockTreeSettings, table_of
+from graft.drafters.block.tree import Table, grown, marginal_table
 from graft.model import evaluating
-from graft.spec_decode.proposers.block import BlockHead, KeyValue
-from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
-from graft.spec_decode.proposers.block.tree import Table, grown, marginal_table
 from graft.train.generate_data import Answered
 
 ROWS = 64  # answers simulated together

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.device_info import device_name
+from graft.drafters.drafter import Drafter
 from graft.files import replacing
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.states import named, part_of
 from graft.tuning.profile_header import FORMAT, opened, read_header, read_speeds
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import TreeSettings
+from graft.drafters.factory import with_tree
 from graft.engine import Engine
 from graft.model import target_for
 from graft.progress import Report
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
 from graft.spec_decode.policy_settings import USUAL_BUDGET
-from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.factory import with_tree
 from graft.tuning.profile import About, Profile
 
 _PORTABLE = ("calibration/", "adjacency/")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graft.compare import plain_twin
+from graft.checking.compare import plain_twin
 from graft.engine import Engine, Generation, Prompt
 from graft.progress import Report
 from graft.request.stats import Stats

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from graft.bench.baselines.gates import ALL_DEPTHS
+from graft.drafters.drafter import Drafter
 from graft.model import TargetRunner
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, Policy, PolicySettings
 from graft.spec_decode.policies.graft import Graft
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.sources import TABLES
 from graft.tree.device.fixed import FixedTree, Split
 

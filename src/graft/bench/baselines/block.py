@@ -11,8 +11,8 @@ from graft.bench.baselines.dense import Dense
 from graft.bench.baselines.gates import ALL_DEPTHS, CHAIN_THRESHOLDS, GATES
 from graft.bench.baselines.paper import Paper
 from graft.bench.baselines.template import make_template
+from graft.drafters.drafter import Drafter
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.device.fixed import FixedTree, Split
 
 

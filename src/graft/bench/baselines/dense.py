@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from graft.bench.baselines.gates import ALL_DEPTHS, GATES, PUBLISHED, THRESHOLDS
+from graft.drafters.drafter import Drafter
 from graft.model import TargetRunner
 from graft.spec_decode.calibration import PathCalibration
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.step_times import StepTimes
 from graft.tree.device.fixed import FixedTree, Split
 

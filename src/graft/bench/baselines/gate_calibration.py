@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from graft.bench.baselines.block import Block
 from graft.bench.baselines.dense import Dense
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, PUBLISHED, THRESHOLDS
+from graft.drafters.drafter import Drafter
 from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.planner import Outcome, Planner
 from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.device.fixed import FixedTree
 
 _ENOUGH = 10  # rounds worth stopping, and rounds worth continuing, that are needed to change a published threshold

@@ -12,10 +12,10 @@ from torch import Tensor
 from graft.bench.baselines.dense import Prune
 from graft.bench.baselines.gates import ALL_DEPTHS, GATES
 from graft.bench.baselines.template import make_template, scaled
+from graft.drafters.drafter import Drafter
 from graft.model import TargetRunner
 from graft.spec_decode.memory import Memory
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.device.fixed import FixedTree, Split
 
 KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped drafting

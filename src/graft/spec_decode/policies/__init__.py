@@ -5,6 +5,7 @@ Users choose between `off`, plain decoding, and `graft`. Importing `graft.bench.
 
 from __future__ import annotations
 
+from graft.drafters.drafter import Drafter
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
@@ -12,7 +13,6 @@ from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.policy_settings import DEFAULT_POLICY, MAX_BUDGET, POLICY_NAMES, PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 
 POLICIES: dict[str, type[Policy]] = dict(zip(POLICY_NAMES, (Off, Graft), strict=True))
 

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from graft.drafters.drafter import Drafter
 from graft.model import TargetRunner
 from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.tree.device.fixed import FixedTree
 
 

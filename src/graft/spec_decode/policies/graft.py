@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from graft.drafters.drafter import Drafter, time_pass
 from graft.model import TargetRunner
 from graft.spec_decode.calibration import PathCalibration
 from graft.spec_decode.expert_costs import shape_for
@@ -18,7 +19,6 @@ from graft.spec_decode.memory import Memory
 from graft.spec_decode.planner import Planner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter, time_pass
 from graft.spec_decode.sources import TABLES, calibrated
 from graft.spec_decode.states import named, part_of
 from graft.spec_decode.step_times import StepTimes, time_step, usual_shape

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from graft.drafters.drafter import Drafter
 from graft.model import TargetRunner
 from graft.spec_decode.policies.base import Policy
 from graft.spec_decode.policy_settings import PolicySettings
-from graft.spec_decode.proposers.drafter import Drafter
 
 
 class Off(Policy):

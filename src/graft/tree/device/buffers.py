@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.hashing import mix64
+from graft.model.hashing import mix64
 
 NUM_BUCKETS = 16  # of probabilities, two per halving
 NUM_SUCCESSORS = 8  # per table row

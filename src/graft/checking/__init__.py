@@ -1,0 +1,1 @@
+"""Comparing texts: ours with and without trees, and transformers' own."""
