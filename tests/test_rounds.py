@@ -9,13 +9,9 @@ from rich.console import Console
 
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import Rounds, drawn, likeliest
-from graft.engine.flight import Flight
 from graft.engine.round_reports import Report
-from graft.model import Row
-from graft.model.captures import Event
 from graft.request.round_trace import MODEL, RoundRecord
 from graft.request.sequence import TreeRow
-from graft.tree.device.round import RoundShape
 from graft.tree.tree import ROOT, DraftTree
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -176,10 +172,3 @@ def test_a_pruned_candidate_is_as_likely_as_its_path_given_its_parent():
     assert considered.tokens.tolist() == [[5, 11, 12, 13]] and considered.parents.tolist() == [[0, 0, 1, 0]]
     assert considered.sources.tolist() == [[ROOT, 1, 2, 1]]
     assert considered.probabilities.tolist() == [[1, 0.5, 0.5, 0.125]]
-
-
-def test_a_flight_says_how_many_passes_each_node_of_each_tree_needed():
-    results = {"num_nodes": np.array([2, 1]), "origins": np.array([[ROOT, 1, 2, ROOT, 1], [0, 1, 2, 0, 3]])}
-    rows = [Row(1), Row(2)]
-    flight = Flight([], rows, [], [], RoundShape(2, 5), 0, results, [], Event(torch.device("cpu")), is_usual=True)
-    assert flight.needs_of_nodes().tolist() == [[1, 2], [3, 0]]
