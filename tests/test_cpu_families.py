@@ -190,3 +190,14 @@ def test_weights_that_change_are_used_at_once(name):
         assert not torch.equal(ours[0], before[0])
         assert_alike(ours, theirs)
         before = ours
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_up_proj", "down_proj_bias", "gate_up_proj_bias"])
+def test_the_next_text_uses_experts_that_changed_where_torch_does_not_count_it(name):
+    model = cpu_sped(family_model("gpt_oss"))
+    target = TargetRunner(model, TAPS)
+    before = run(target, (9,), 6)
+    getattr(model.model.layers[1].mlp.experts, name).data.mul_(-1.5)
+    ours, theirs = run(target, (9,), 6), run(TargetRunner(copy.deepcopy(model), TAPS), (9,), 6)
+    assert target.not_fused is None and not torch.equal(ours[0], before[0])
+    assert_alike(ours, theirs)

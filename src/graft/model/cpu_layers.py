@@ -178,6 +178,7 @@ class CpuLayers:
         self._weights: list[Any] = [owner[name] for owner, name in self._owners]
         self._state = self._read_state()
         self._made: list[Any] = []  # what the library reads by its address
+        self._samples: list[tuple[Tensor, Tensor]] = []  # of experts' weights: what they are, and what was read
         self._heads = [(each.kv_heads, each.head_dim, each.value_dim) for each in attentions]
         self._tables: list[tuple[Tensor, Tensor]] = []
         self._num_positions = 0
@@ -204,8 +205,9 @@ class CpuLayers:
         return self._read_state() == self._state
 
     def has_own_weights(self) -> bool:
-        """Whether the network's modules still hold the weights that were read."""
-        return all(owner.get(name) is weight for (owner, name), weight in zip(self._owners, self._weights, strict=True))
+        """Whether the network's modules still hold the weights that were read, as far as samples tell."""
+        held = all(owner.get(name) is weight for (owner, name), weight in zip(self._owners, self._weights, strict=True))
+        return held and all(torch.equal(own, read) for own, read in self._samples)
 
     def _read_state(self) -> tuple[list[int], list[int]]:
         return list(map(_VERSION, self._weights)), list(map(Tensor.data_ptr, self._weights))
@@ -321,6 +323,7 @@ class CpuLayers:
         products = []
         for weights, biases, part in (*parts, (experts.down, experts.down_bias, slice(None))):
             own = weights.detach().transpose(1, 2) if experts.transposed else weights.detach()
+            self._samples += [(each, each.clone()) for each in map(_sample_of, (weights, biases)) if each is not None]
             bias = [None] * len(own) if biases is None else biases.detach()[:, part]
             matrices = [self._packed_anew(each[part], vector) for each, vector in zip(own, bias, strict=True)]
             products.append((_Matrix * len(own))(*matrices))
@@ -523,6 +526,13 @@ def all_readable(weights: Iterable[Tensor]) -> bool:
     example = torch.empty(1)
     with torch.no_grad():
         return all(can_run(example, weight) for weight in weights)
+
+
+def _sample_of(weights: Tensor | None) -> Tensor | None:
+    """Some numbers of each expert, as a view."""
+    if weights is None:
+        return None
+    return weights.detach()[(slice(None), *(slice(None, None, max(size // 8, 1)) for size in weights.shape[1:]))]
 
 
 def _norm_of(norm: Norm | None, size: int = 0, heads: int = 1) -> _Norm:
